@@ -1,0 +1,239 @@
+"""Every option of the strategy as frozen dataclasses: the one validator behind YAML and Python.
+
+Nothing here touches torch.distributed. A wrong setting raises :class:`ConfigError` (a ``ValueError``) that names
+the setting, its value and the nearest valid ones, before any process group exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Literal, get_args
+
+Degree = int | Literal["auto"]
+ScheduleName = Literal["gpipe", "1f1b"]
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+AXES: tuple[str, ...] = ("pipeline", "data", "context", "expert", "tensor")
+"""Mesh axes from outermost to innermost: tensor-parallel ranks are neighbours (one node), stages are far apart."""
+
+FOREIGN_NAMES: dict[str, str] = {
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "tp_size": "tensor_parallel_size",
+    "tp": "tensor_parallel_size",
+    "autotp_size": "tensor_parallel_size",
+    "pipeline_model_parallel_size": "pipeline_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "num_stages": "pipeline_parallel_size",
+    "dp_size": "data_parallel_size",
+    "dp": "data_parallel_size",
+    "context_model_parallel_size": "context_parallel_size",
+    "cp_size": "context_parallel_size",
+    "cp": "context_parallel_size",
+    "expert_model_parallel_size": "expert_parallel_size",
+    "ep_size": "expert_parallel_size",
+    "ep": "expert_parallel_size",
+    "zero_optimization_stage": "zero_stage",
+    "stage": "zero_stage",
+    "n_microbatches": "num_microbatches",
+    "num_micro_batches": "num_microbatches",
+    "microbatches": "num_microbatches",
+    "gradient_accumulation_steps": "accumulate_grad_batches (a Trainer argument)",
+    "sp": "sequence_parallel",
+    "schedule": "pipeline_schedule",
+}
+"""What the same thing is called in Megatron-LM, NeMo, DeepSpeed, torchtitan and nanotron."""
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work, found before any rank starts."""
+
+
+def nearest_name(name: str, valid: Iterable[str]) -> str | None:
+    """The valid setting that ``name`` most likely means, or ``None``."""
+    candidates = list(valid)
+    if name in FOREIGN_NAMES:
+        return FOREIGN_NAMES[name]
+    close = get_close_matches(name, candidates, n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def refuse_unknown(owner: str, names: Iterable[str], valid: Iterable[str]) -> None:
+    """Raise :class:`ConfigError` listing every name that ``owner`` does not know, each with its nearest neighbour."""
+    valid = list(valid)
+    lines = []
+    for name in names:
+        if name not in valid:
+            near = nearest_name(name, valid)
+            lines.append(f"{owner}: unknown argument {name!r}" + (f"; did you mean {near!r}?" if near else ""))
+    if lines:
+        raise ConfigError("\n".join(lines) + f"\nValid arguments: {', '.join(valid)}")
+
+
+def divisors(number: int) -> list[int]:
+    """All positive divisors of ``number`` in ascending order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def nearest(value: int, candidates: Iterable[int], count: int = 2) -> list[int]:
+    """The ``count`` candidates closest to ``value``, ascending."""
+    return sorted(sorted(candidates, key=lambda c: (abs(c - value), c))[:count])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Resolved degrees; their product is the world size. Rank order: pipeline outermost, tensor innermost."""
+
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+    tensor: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline * self.data * self.context * self.expert * self.tensor
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes in the order of :data:`AXES`."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis name -> coordinate of a global rank."""
+        place: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return {axis: place[axis] for axis in AXES}
+
+    def describe(self) -> str:
+        """For messages and banners, such as ``pipeline=2 x data=1 x tensor=2`` (axes that are split, or ``single``)."""
+        shown = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return " x ".join(shown) or "single device"
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The strategy's options. ``"auto"`` degrees are filled by :meth:`resolve`.
+
+    Args:
+        tensor_parallel_size: ranks that share each layer (Megatron-LM column/row sharding).
+        pipeline_parallel_size: stages that the stack of blocks is cut into.
+        context_parallel_size, expert_parallel_size: 1; larger values are refused until those rooms exist.
+        data_parallel_size: replicas that see different samples.
+        sequence_parallel: shard the activations between tensor-parallel regions along the sequence.
+        zero_stage: 0 replicates optimizer state over data ranks, 1 shards it.
+        num_microbatches: pieces that a batch is cut into; ``"auto"`` is 1 without a pipeline, else
+            ``2 x pipeline_parallel_size``.
+        pipeline_schedule: ``"gpipe"`` or ``"1f1b"``.
+        pipeline_stack: dotted name of the ``ModuleList``/``Sequential`` to cut; ``None`` takes the one with the most
+            parameters.
+        pipeline_split: blocks per stage, e.g. ``(3, 5)``; ``None`` balances by parameter count.
+
+    Raises:
+        ConfigError: on any value outside its range, naming the setting, the value and the nearest valid ones.
+    """
+
+    tensor_parallel_size: Degree = "auto"
+    pipeline_parallel_size: Degree = "auto"
+    context_parallel_size: Degree = "auto"
+    expert_parallel_size: Degree = "auto"
+    data_parallel_size: Degree = "auto"
+    sequence_parallel: bool = False
+    zero_stage: int = 0
+    num_microbatches: Degree = "auto"
+    pipeline_schedule: str = "1f1b"
+    pipeline_stack: str | None = None
+    pipeline_split: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name.endswith("_size") or field.name == "num_microbatches":
+                _check_degree(field.name, getattr(self, field.name))
+        for name in ("context_parallel_size", "expert_parallel_size"):
+            if getattr(self, name) not in ("auto", 1):
+                raise ConfigError(f"{name}={getattr(self, name)} is not available yet; valid values: 1, 'auto'")
+        if not isinstance(self.sequence_parallel, bool):
+            raise ConfigError(f"sequence_parallel={self.sequence_parallel!r}: expected true or false")
+        if self.zero_stage not in (0, 1) or isinstance(self.zero_stage, bool):
+            raise ConfigError(f"zero_stage={self.zero_stage!r} is not available; valid values: 0, 1")
+        if self.pipeline_schedule not in SCHEDULES:
+            near = nearest_name(str(self.pipeline_schedule).lower(), SCHEDULES)
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise ConfigError(
+                f"pipeline_schedule={self.pipeline_schedule!r} is not one of {', '.join(SCHEDULES)}{hint}"
+            )
+        if self.pipeline_split is not None:
+            object.__setattr__(self, "pipeline_split", tuple(self.pipeline_split))
+            if any(not isinstance(n, int) or n < 1 for n in self.pipeline_split or ()):
+                raise ConfigError(f"pipeline_split={self.pipeline_split!r}: every stage needs at least one block")
+            if self.pipeline_parallel_size not in ("auto", len(self.pipeline_split or ())):
+                raise ConfigError(
+                    f"pipeline_split={self.pipeline_split!r} names {len(self.pipeline_split or ())} stages but "
+                    f"pipeline_parallel_size={self.pipeline_parallel_size}"
+                )
+
+    def resolve(self, world_size: int) -> tuple[Layout, str]:
+        """Fill the ``"auto"`` degrees for ``world_size`` ranks.
+
+        Returns:
+            the layout and one sentence that says why it was chosen.
+
+        Raises:
+            ConfigError: when the product of the sizes cannot be ``world_size``; the nearest valid layouts are named.
+        """
+        pipeline_default = len(self.pipeline_split) if self.pipeline_split else 1
+        tensor = 1 if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
+        pipeline = pipeline_default if self.pipeline_parallel_size == "auto" else self.pipeline_parallel_size
+        fixed = tensor * pipeline
+        if self.data_parallel_size == "auto":
+            if world_size % fixed:
+                raise ConfigError(self._mismatch(world_size, tensor, pipeline, None))
+            data = world_size // fixed
+        else:
+            data = self.data_parallel_size
+            if fixed * data != world_size:
+                raise ConfigError(self._mismatch(world_size, tensor, pipeline, data))
+        chosen = [
+            name
+            for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+            if getattr(self, name) == "auto"
+        ]
+        reason = (
+            f"{', '.join(chosen)} = auto: every rank that no given degree uses becomes a data-parallel replica"
+            if chosen
+            else "all degrees given"
+        )
+        return Layout(pipeline=pipeline, data=data, tensor=tensor), reason
+
+    def microbatches(self, layout: Layout) -> int:
+        """Microbatches per batch for a layout."""
+        if self.num_microbatches == "auto":
+            return 1 if layout.pipeline == 1 else 2 * layout.pipeline
+        return self.num_microbatches
+
+    def _mismatch(self, world: int, tensor: int, pipeline: int, data: int | None) -> str:
+        asked = f"tensor_parallel_size={tensor}, pipeline_parallel_size={pipeline}" + (
+            f", data_parallel_size={data}" if data is not None else ""
+        )
+        valid = sorted(
+            ((t, p, world // (t * p)) for t in divisors(world) for p in divisors(world // t)),
+            key=lambda c: abs(c[0] - tensor) + abs(c[1] - pipeline) + (abs(c[2] - data) if data is not None else 0),
+        )[:3]
+        named = "; ".join(
+            f"tensor_parallel_size={t} pipeline_parallel_size={p} data_parallel_size={d}" for t, p, d in valid
+        )
+        product = tensor * pipeline * (data or 1)
+        return (
+            f"{asked}: the sizes multiply to {product} but devices x num_nodes = {world}. "
+            f"Nearest valid layouts for {world}: {named}; or use devices={product}"
+        )
+
+
+def _check_degree(name: str, value: object) -> None:
+    if value == "auto":
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}={value!r}: expected a positive integer or 'auto' (nearest valid: 1)")

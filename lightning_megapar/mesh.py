@@ -1,0 +1,98 @@
+"""The ranks as a :class:`~torch.distributed.device_mesh.DeviceMesh`, looked up by purpose."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_megapar.config import AXES, Layout
+
+
+class ParallelMesh:
+    """A layout on a live process group.
+
+    The axes are those of :data:`lightning_megapar.config.AXES`. ``size(axis)`` and ``coordinate(axis)`` work without
+    a process group as well (world size 1), so that code need not ask whether it runs distributed.
+
+    Args:
+        layout: resolved degrees.
+        rank: this process's global rank.
+        device_type: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        ValueError: when the process group's size is not the layout's.
+    """
+
+    def __init__(self, layout: Layout, rank: int = 0, device_type: str = "cpu") -> None:
+        self.layout = layout
+        self.rank = rank
+        self.place = layout.coordinates(rank)
+        self.device_mesh: DeviceMesh | None = None
+        if layout.world_size > 1:
+            if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
+                have = dist.get_world_size() if dist.is_initialized() else "no process group"
+                raise ValueError(f"layout {layout.describe()} needs {layout.world_size} ranks, have {have}")
+            self.device_mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
+        self._stage_groups: dict[str, dist.ProcessGroup] = {}
+        if layout.pipeline > 1:
+            self._make_pipeline_groups()
+
+    def _make_pipeline_groups(self) -> None:
+        # One communicator per direction: a backward receive must never queue behind a forward send on NCCL. The third
+        # sums parameters that live on more than one stage; its members differ per model, so it spans all stages.
+        for name in ("forward", "backward"):
+            for line in self.lines("pipeline"):
+                group = dist.new_group(line)
+                if self.rank in line:
+                    self._stage_groups[name] = group
+
+    def lines(self, *axes: str) -> list[list[int]]:
+        """Groups of global ranks that differ only in ``axes``, in one fixed order on every rank."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.layout.world_size):
+            place = self.layout.coordinates(rank)
+            groups.setdefault(tuple(place[a] for a in AXES if a not in axes), []).append(rank)
+        return list(groups.values())
+
+    def size(self, axis: str) -> int:
+        return int(getattr(self.layout, axis))
+
+    def coordinate(self, axis: str) -> int:
+        return self.place[axis]
+
+    def submesh(self, axis: str) -> DeviceMesh | None:
+        """The one-dimensional mesh of an axis, or ``None`` when the axis has size 1."""
+        if self.device_mesh is None or self.size(axis) == 1:
+            return None
+        return self.device_mesh[axis]
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The process group of an axis, or ``None`` when the axis has size 1."""
+        submesh = self.submesh(axis)
+        return None if submesh is None else submesh.get_group()
+
+    def direction_group(self, direction: str) -> dist.ProcessGroup:
+        """``"forward"`` or ``"backward"``: the pipeline communicator of one direction."""
+        return self._stage_groups[direction]
+
+    def stage_rank(self, stage: int) -> int:
+        """Global rank of the peer that holds ``stage`` and shares this rank's other coordinates."""
+        return next(
+            rank
+            for rank in range(self.layout.world_size)
+            if self.layout.coordinates(rank) == {**self.place, "pipeline": stage}
+        )
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.coordinate("pipeline") == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.coordinate("pipeline") == self.size("pipeline") - 1
+
+    def describe_rank(self, rank: int | None = None) -> str:
+        """For messages: ``rank 3 (data 0, pipeline 1, tensor 1)``."""
+        rank = self.rank if rank is None else rank
+        place = self.layout.coordinates(rank)
+        return f"rank {rank} (data {place['data']}, pipeline {place['pipeline']}, tensor {place['tensor']})"

@@ -1,0 +1,162 @@
+"""Ranks for tests: processes spawned once per session, each task in a fresh process group.
+
+``pool.run(function, world_size, *args, mode="group"|"trainer")`` calls ``function(*args)`` on ranks ``0..world_size-1``
+and returns their results in rank order. ``function`` must be importable (module level); results must be picklable.
+
+* ``mode="group"``: the default process group (gloo, FileStore) is up while the function runs, and is destroyed after it.
+* ``mode="trainer"``: the environment looks as torchrun leaves it (RANK, WORLD_SIZE, MASTER_PORT, ...), so that a
+  ``Trainer(strategy="megapar", devices=world_size)`` makes its own group.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT = 180.0
+
+
+class RankError(AssertionError):
+    """A rank of the pool raised; the message holds each failing rank's traceback."""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _serve(connection: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    keep = dict(os.environ)
+    while True:
+        task = connection.recv()
+        if task is None:
+            return
+        function, args, kwargs, rank, world, mode, token, port = task
+        os.environ.clear()
+        os.environ.update(keep)
+        try:
+            if mode == "group" and world > 1:
+                store = dist.FileStore(os.path.join(tempfile.gettempdir(), f"megapar-test-{token}"), world)
+                dist.init_process_group(
+                    "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=30)
+                )
+            elif mode == "trainer":
+                os.environ.update(
+                    RANK=str(rank),
+                    LOCAL_RANK=str(rank),
+                    WORLD_SIZE=str(world),
+                    LOCAL_WORLD_SIZE=str(world),
+                    GROUP_RANK="0",
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=str(port),
+                    TORCHELASTIC_RUN_ID=token,
+                    TORCHELASTIC_RESTART_COUNT="0",
+                )
+            result = ("ok", function(*args, **kwargs))
+        except BaseException:  # noqa: BLE001 - the parent re-raises it
+            result = ("error", traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                try:
+                    dist.destroy_process_group()
+                except Exception:
+                    traceback.print_exc()
+        try:
+            connection.send(result)
+        except Exception:
+            connection.send(("error", traceback.format_exc()))
+
+
+class RankPool:
+    """A set of persistent rank processes (spawned on first use)."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def _ensure(self, count: int) -> None:
+        while len(self._workers) < count:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        mode: str = "group",
+        timeout: float = TIMEOUT,
+        **kwargs: Any,
+    ) -> list[Any]:
+        self._ensure(world_size)
+        token, port = uuid.uuid4().hex, free_port()
+        workers = self._workers[:world_size]
+        for rank, (_, connection) in enumerate(workers):
+            connection.send((function, args, kwargs, rank, world_size, mode, token, port))
+        pending = {connection: rank for rank, (_, connection) in enumerate(workers)}
+        results: list[Any] = [None] * world_size
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                stuck = sorted(pending.values())
+                self.close(kill=True)
+                raise RankError(f"ranks {stuck} did not answer within {timeout} s\n" + _report(errors))
+            for connection in ready:
+                rank = pending.pop(connection)
+                try:
+                    status, value = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    status, value = "error", "the process died"
+                if status == "ok":
+                    results[rank] = value
+                else:
+                    errors[rank] = value
+                    # A rank that failed alone leaves its peers waiting: give them a moment, then give up on them.
+                    deadline = min(deadline, time.monotonic() + 40)
+        if errors:
+            if any("process died" in text for text in errors.values()):
+                self.close(kill=True)
+            raise RankError(_report(errors))
+        return results
+
+    def close(self, kill: bool = False) -> None:
+        for process, connection in self._workers:
+            if kill:
+                process.kill()
+            else:
+                try:
+                    connection.send(None)
+                except OSError:
+                    pass
+        for process, _ in self._workers:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+        self._workers = []
+
+
+def _report(errors: dict[int, str]) -> str:
+    return "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items()))
