@@ -52,7 +52,7 @@ class CorpusOptions:
             raise ConfigError(f"max_bytes={self.max_bytes}: expected a positive number of bytes, or null for all")
         if not 0.0 < self.validation_fraction < 1.0:
             raise ConfigError(
-                f"validation_fraction={self.validation_fraction}: expected a number between 0 and 1 (nearest valid: 0.05)"
+                f"validation_fraction={self.validation_fraction}: expected a number between 0 and 1, such as 0.05"
             )
 
 
@@ -94,7 +94,7 @@ def list_documents(options: CorpusOptions) -> list[Document]:
                 continue
         except OSError as error:
             raise ConfigError(
-                f"data source {options.source!r}: {path} cannot be read ({error.strerror}); expected readable text files"
+                f"data source {options.source!r}: {path} cannot be read ({error.strerror}); expected readable files"
             ) from error
         name = path.relative_to(base).as_posix()
         found.append(Document(name, str(path), status.st_size, status.st_mtime_ns, 0, status.st_size))

@@ -13,7 +13,14 @@ from torch.utils.data import DataLoader
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data.batch import BatchPlan
-from lightning_megapar.data.text import VOCAB_SIZE, Corpus, CorpusOptions, CorpusStatistics, PackedSequences, load_corpus
+from lightning_megapar.data.text import (
+    VOCAB_SIZE,
+    Corpus,
+    CorpusOptions,
+    CorpusStatistics,
+    PackedSequences,
+    load_corpus,
+)
 
 Batch = dict[str, torch.Tensor]
 
@@ -39,8 +46,8 @@ class TextDataModule(LightningDataModule):
         cache_dir: where tokenised text is kept; ``None`` is ``~/.cache/lightning_megapar``.
 
     Raises:
-        ConfigError: on a value outside its range, an unreadable or empty source (when the data is prepared), or a global
-            batch size that cannot be divided (when a loader is asked for).
+        ConfigError: on a value outside its range, an unreadable or empty source (when the data is prepared), or a
+            global batch size that cannot be divided (when a loader is asked for).
     """
 
     def __init__(
@@ -141,8 +148,8 @@ class TextDataModule(LightningDataModule):
         plan = self.batch_plan
         if len(dataset) < plan.global_batch_size:
             raise ConfigError(
-                f"global_batch_size={plan.global_batch_size}: {self.options.source!r} gives only {len(dataset)} training "
-                f"sequences of {self.sequence_length} tokens; expected at most {len(dataset)}"
+                f"global_batch_size={plan.global_batch_size}: {self.options.source!r} gives only {len(dataset)} "
+                f"training sequences of {self.sequence_length} tokens; expected at most {len(dataset)}"
             )
         # Without a strategy that brings its own sampler, the order follows the seed and nothing else.
         generator = torch.Generator().manual_seed(self.seed)

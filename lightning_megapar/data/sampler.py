@@ -77,6 +77,7 @@ class ResumableSampler(Sampler[int]):
         self.drop_last = drop_last
         self.pad = pad
         self.epoch = 0
+        self._first_epoch: int | None = None
         self.consumed = consumed
 
     @property
@@ -93,6 +94,18 @@ class ResumableSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next ``__iter__`` gives; ``consumed`` stays."""
         self.epoch = epoch
+
+    def resume(self, consumed: int, epoch: int) -> None:
+        """Continue an interrupted run: ``consumed`` global samples of ``epoch`` are used.
+
+        A finished epoch (nothing left for a full batch) means that the next ``__iter__`` starts the epoch after it,
+        also when the loop announces the finished one again, as Lightning does after an end-of-epoch checkpoint.
+        """
+        usable = self.num_samples - self.dropped_samples
+        if consumed >= usable or (self.drop_last and usable - consumed < self.global_batch_size):
+            self._first_epoch, self.consumed = epoch + 1, 0
+        else:
+            self._first_epoch, self.consumed = epoch, consumed
 
     @property
     def global_batch_size(self) -> int:
@@ -143,6 +156,9 @@ class ResumableSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         # Not a generator function: `consumed` must be used up by the call, not by the first `next`.
+        if self._first_epoch is not None:
+            self.epoch = max(self.epoch, self._first_epoch)
+            self._first_epoch = None
         indices = self.indices(self._consumed)
         self._consumed = 0
         return _integers(indices)

@@ -85,8 +85,8 @@ class Corpus:
         tokens = self.statistics.train_tokens if split == "train" else self.statistics.validation_tokens
         if sequence_length < 1 or tokens < sequence_length + 1:
             raise ConfigError(
-                f"sequence_length={sequence_length}: the {split} split of {self.source!r} has {tokens} tokens; expected "
-                f"1 <= sequence_length <= {tokens - 1}"
+                f"sequence_length={sequence_length}: the {split} split of {self.source!r} has {tokens} tokens; "
+                f"expected 1 <= sequence_length <= {tokens - 1}"
             )
         return PackedSequences(self.directory / f"{split}.bin", tokens, sequence_length)
 
@@ -183,8 +183,8 @@ def load_corpus(options: CorpusOptions, cache_dir: str | os.PathLike[str] | None
                 corpus = _open(target, options.source)
     except OSError as error:
         raise ConfigError(
-            f"cache_dir={str(root)!r}: the tokenised text cannot be written there ({error}); expected a writable folder "
-            "with free space"
+            f"cache_dir={str(root)!r}: the tokenised text cannot be written there ({error}); expected a writable "
+            "folder with free space"
         ) from error
     if corpus is None:
         raise RuntimeError(f"{target} was built but does not open")
@@ -290,9 +290,7 @@ def _read(document: Document) -> Iterator[bytes]:
         ) from error
 
 
-def _statistics(
-    splits: dict[Split, list[Document]], train: np.ndarray, validation: np.ndarray
-) -> CorpusStatistics:
+def _statistics(splits: dict[Split, list[Document]], train: np.ndarray, validation: np.ndarray) -> CorpusStatistics:
     both = (train + validation).astype(np.float64)
     share = both[both > 0] / both.sum()
     smoothed = (train + 1.0) / (train + 1.0).sum()

@@ -117,8 +117,9 @@ class LanguageModel(LightningModule):
         super().__init__()
         self.config: GPTConfig = _build(GPTConfig, "model", model)
         self.optimizer_config: OptimizerConfig = _build(OptimizerConfig, "optimizer", optimizer or {})
-        # Plain dicts, so that torch.load(..., weights_only=True) opens the checkpoint.
-        self.save_hyperparameters({"model": asdict(self.config), "optimizer": asdict(self.optimizer_config)})
+        # Plain dicts and lists, so that torch.load(..., weights_only=True) and any YAML reader open what is saved.
+        optimizer_fields = {**asdict(self.optimizer_config), "betas": list(self.optimizer_config.betas)}
+        self.save_hyperparameters({"model": asdict(self.config), "optimizer": optimizer_fields})
         self.model = None
 
     def configure_model(self) -> None:
@@ -182,8 +183,8 @@ class LanguageModel(LightningModule):
         steps = self.trainer.estimated_stepping_batches
         if math.isinf(steps):
             raise ConfigError(
-                "optimizer max_steps=null with schedule='cosine' needs a Trainer with an end; give trainer.max_steps or "
-                "trainer.max_epochs, or use schedule='constant'"
+                "optimizer max_steps=null with schedule='cosine' needs a Trainer with an end; give trainer.max_steps "
+                "or trainer.max_epochs, or use schedule='constant'"
             )
         return steps
 
