@@ -144,7 +144,7 @@ class Meter:
 
     def detach(self, trainer: Trainer) -> None:
         if self._profiler is not None and getattr(trainer, "profiler", None) is self._profiler:
-            trainer.profiler = self._profiler.inner  # type: ignore[attr-defined]
+            trainer.profiler = self._profiler.inner  # type: ignore[attr-defined, union-attr]
         self._profiler = None
 
     def train_start(self, trainer: Trainer) -> None:

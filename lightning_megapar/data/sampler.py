@@ -101,8 +101,8 @@ class ResumableSampler(Sampler[int]):
         A finished epoch (nothing left for a full batch) means that the next ``__iter__`` starts the epoch after it,
         also when the loop announces the finished one again, as Lightning does after an end-of-epoch checkpoint.
         """
-        usable = self.num_samples - self.dropped_samples
-        if consumed >= usable or (self.drop_last and usable - consumed < self.global_batch_size):
+        least = self.global_batch_size if self.drop_last else 1 if self.pad else self.data_size
+        if self.num_samples - consumed < least:
             self._first_epoch, self.consumed = epoch + 1, 0
         else:
             self._first_epoch, self.consumed = epoch, consumed
