@@ -111,7 +111,7 @@ def split_documents(documents: list[Document], options: CorpusOptions) -> tuple[
 
     Several files: walked in the order of a hash of ``(split_seed, name)``; a file is held out when it still fits into
     ``validation_fraction`` of the bytes, and the smallest file is when none fits. One file: its end is held out, from
-    the first line break at or after byte ``size * (1 - validation_fraction)`` (exactly there when no break follows).
+    the first line that begins at or after byte ``size * (1 - validation_fraction)`` (from that byte when none does).
     """
     if len(documents) == 1:
         return _split_by_position(documents[0], options.validation_fraction)
@@ -175,8 +175,9 @@ def _limit(documents: list[Document], max_bytes: int | None) -> list[Document]:
 def _split_by_position(document: Document, fraction: float) -> tuple[list[Document], list[Document]]:
     cut = document.start + int(document.length * (1.0 - fraction))
     with open(document.path, "rb") as file:
-        file.seek(cut)
-        moved = cut + len(file.readline(document.stop - cut))
+        before = max(document.start, cut - 1)
+        file.seek(before)
+        moved = before + len(file.readline(document.stop - before))
     if moved < document.stop:
         cut = moved
     if not document.start < cut < document.stop:

@@ -282,7 +282,7 @@ def test_misspelt_default_names_the_default() -> None:
 
 def test_cache_folder_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match="cache_dir=.*file"):
+    with pytest.raises(ConfigError, match=r"cache_dir=.*file"):
         load_corpus(CorpusOptions(source=str(folder)), tmp_path / "file" / "cache")
 
 
