@@ -1,0 +1,304 @@
+"""Starting the ranks of a run, and what becomes of an exception in one of them.
+
+:func:`make_launcher` picks:
+
+* :class:`ForkInPlaceLauncher` when nobody started the ranks: the process forks them at the first ``trainer.fit`` (or
+  ``validate``, ``test``, ``predict``) and the script goes on in all of them. Nothing is imported, composed or built a
+  second time; there is one Hydra job and one output directory; unseeded weights are the same everywhere. A later launch
+  with as many ranks continues with them, with another number it forks anew from rank 0. Under pytest and in notebooks,
+  where a child must not return to the caller, the children run the launched function only;
+* :class:`ReexecLauncher` where forking is unsafe (CUDA is in use already, macOS, no ``os.fork``): the script is started
+  again for each rank, as Lightning's ``ddp`` does it. The reason is printed;
+* :class:`ExternalLauncher` when torchrun, SLURM, submitit, ... started them.
+
+Each wraps the launched function in a :class:`~lightning_megapar.launch.failure.FailureReporter`. A strategy may tell
+more about itself by two optional methods: ``rank_description() -> str`` (``rank 3 (data 0, pipeline 1, tensor 1)``) and
+``current_stage() -> str`` (``checkpoint save``; return ``""`` for the default, which is read off the trainer).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+
+from lightning_megapar.config import ConfigError
+from lightning_megapar.launch.environment import check_world, resolve_environment
+from lightning_megapar.launch.failure import FailureReporter, interactive, is_guest, under_pytest
+from lightning_megapar.launch.process_group import RUN_VARIABLE, failure_slot, hosts_store
+from lightning_megapar.launch.ranks import ForkedRanks, code_of, current_ranks, discard_process_group
+
+DISMISS_WITHIN = 10.0
+"""Seconds that ranks which a new launch does not need have to reach that launch themselves."""
+
+
+def make_launcher(strategy: Any) -> _Launcher:
+    """The launcher for a strategy whose ``cluster_environment``, ``num_processes`` and ``num_nodes`` are known.
+
+    The strategy's ``cluster_environment`` is replaced by what
+    :func:`~lightning_megapar.launch.environment.resolve_environment` makes of it.
+    """
+    environment = strategy.cluster_environment = resolve_environment(strategy.cluster_environment)
+    if isinstance(environment, LightningEnvironment) and current_ranks() is not None:
+        return ForkInPlaceLauncher(strategy)  # ranks of an earlier launch; LOCAL_RANK is ours
+    if environment.creates_processes_externally or strategy.num_processes * strategy.num_nodes == 1:
+        return ExternalLauncher(strategy)
+    reason = why_not_fork(strategy.num_nodes)
+    if reason:
+        rank_zero_info(f"ranks are started by running the script again: {reason}")
+        return ReexecLauncher(strategy)
+    return ForkInPlaceLauncher(strategy)
+
+
+def why_not_fork(num_nodes: int = 1) -> str:
+    """Why the ranks cannot be forked from this process, or ``""``."""
+    if not hasattr(os, "fork"):
+        return f"{sys.platform} has no fork"
+    if sys.platform == "darwin":
+        return "macOS system libraries do not survive a fork"
+    if num_nodes > 1:
+        return f"num_nodes={num_nodes} without a launcher such as torchrun"
+    if cuda_in_use():
+        return "CUDA is in use in this process already and does not survive a fork (create no CUDA tensor before fit)"
+    return ""
+
+
+def cuda_in_use() -> bool:
+    """Whether the CUDA driver has been initialised in this process, by torch or by anybody else."""
+    if torch.cuda.is_initialized():
+        return True
+    if torch.version.cuda is None or not sys.platform.startswith("linux"):
+        return False
+    import ctypes
+
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return False  # not even loaded
+    count = ctypes.c_int()
+    return int(driver.cuDeviceGetCount(ctypes.byref(count))) != 3  # CUDA_ERROR_NOT_INITIALIZED
+
+
+class _MegaParLauncher(_Launcher):
+    """What all launchers share: checking numbers, and reporting failures around the launched function."""
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+        self.trainer: Any = None
+        self.failures = FailureReporter(self._rank_description, self._stage)
+
+    @property
+    def environment(self) -> ClusterEnvironment:
+        environment: ClusterEnvironment = self.strategy.cluster_environment
+        return environment
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return False
+
+    def kill(self, signum: int) -> None:
+        """Send a signal to the ranks that this process started."""
+
+    def _check(self) -> None:
+        check_world(self.environment, self.strategy.num_processes, self.strategy.num_nodes)
+        self.environment.validate_settings(num_devices=self.strategy.num_processes, num_nodes=self.strategy.num_nodes)
+
+    def _rank_description(self) -> str:
+        describe = getattr(self.strategy, "rank_description", None)
+        return (describe() if describe is not None else "") or f"rank {self.strategy.global_rank}"
+
+    def _stage(self) -> str:
+        stage = getattr(self.strategy, "current_stage", None)
+        return (stage() if stage is not None else "") or stage_of(self.trainer)
+
+    def _arm_external(self) -> None:
+        self.failures.arm(
+            failure_slot(self.environment),
+            self.environment.global_rank(),
+            "guest" if is_guest() else "peer",
+            hosts_store=hosts_store(self.environment),
+        )
+
+    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as exception:
+            self._on_exit_request(exception)
+            told = self.failures.report(exception)
+            self._after_failure()
+            if told is exception:
+                raise
+            raise told from None
+        finally:
+            self.failures.stop()
+
+    def _on_exit_request(self, exception: BaseException) -> None:
+        """KeyboardInterrupt or SystemExit passes through."""
+
+    def _after_failure(self) -> None:
+        """Rank 0 is about to raise."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a launcher belongs to one process and cannot be pickled")
+
+
+class ExternalLauncher(_MegaParLauncher):
+    """Ranks that torchrun, SLURM, submitit or the user started, or a run of one rank: nothing to start."""
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Check the numbers, then run ``function`` with failures reported."""
+        self._check()
+        self.trainer = trainer
+        world = self.environment.world_size()
+        if world > 1:
+            self._arm_external()
+        return self._call(function, args, kwargs)
+
+
+class ForkInPlaceLauncher(_MegaParLauncher):
+    """Forks the ranks of one host from this process; see the module's text."""
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Bring the ranks into being (or continue with those that exist), then run ``function`` in each of them.
+
+        Raises:
+            ConfigError: when another number of ranks is asked for after CUDA has been used.
+            RankFailedError: on rank 0, when another rank failed first.
+        """
+        self._check()
+        self.trainer = trainer
+        size = self.strategy.num_processes
+        ranks = current_ranks()
+        if ranks is not None and (ranks.size != size or not ranks.complete):
+            self._dismiss(ranks, size)
+            ranks = None
+        if ranks is None and size > 1:
+            discard_process_group()
+            ranks = ForkedRanks.fork(size, scoped=under_pytest() or interactive())
+        self._take_rank()
+        if ranks is None:
+            self.failures.arm(None, 0, "guest")
+            return self._call(function, args, kwargs)
+        self.failures.arm(ranks.slot, ranks.rank, "speaker" if ranks.rank == 0 else "child", ranks)
+        if ranks.scoped:
+            return self._run_scoped(ranks, function, args, kwargs)
+        return self._call(function, args, kwargs)
+
+    def kill(self, signum: int) -> None:
+        ranks = current_ranks()
+        if ranks is not None and ranks.rank == 0:
+            ranks.signal(signum)
+
+    def _take_rank(self) -> None:
+        # Trainers that were built before the fork think they are rank 0.
+        ranks = current_ranks()
+        rank = ranks.rank if ranks is not None else 0
+        if hasattr(self.strategy, "_local_rank"):
+            self.strategy._local_rank = rank
+        self.strategy.set_world_ranks()
+
+    def _dismiss(self, ranks: ForkedRanks, size: int) -> None:
+        if ranks.rank != 0:
+            ranks.leave(0)
+        if size > 1 and cuda_in_use():
+            raise ConfigError(
+                f"devices={size}: this process has {ranks.size} ranks and has used CUDA, so that it cannot fork other "
+                f"ranks; use devices={ranks.size}, or start a new process"
+            )
+        discard_process_group()
+        ranks.close(DISMISS_WITHIN)
+
+    def _run_scoped(self, ranks: ForkedRanks, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if ranks.rank != 0:
+            code = 0
+            try:
+                function(*args, **kwargs)
+            except SystemExit as request:
+                code = code_of(request.code)
+            except BaseException as exception:
+                code = 1
+                self.failures.report(exception)
+            finally:
+                ranks.leave(code) if code == 0 else ranks.leave_silently(code)
+        try:
+            result = self._call(function, args, kwargs)
+            ranks.notice()
+            ranks.wait(DISMISS_WITHIN)
+            return result
+        finally:
+            discard_process_group()
+            ranks.close()
+
+    def _on_exit_request(self, exception: BaseException) -> None:
+        ranks = current_ranks()
+        if ranks is None:
+            return
+        if isinstance(exception, SystemExit):
+            ranks.note_exit(code_of(exception.code))
+        elif isinstance(exception, KeyboardInterrupt):
+            if ranks.rank != 0:
+                ranks.leave_silently(130)
+            ranks.note_exit(1)
+            ranks.close(1.0)
+
+    def _after_failure(self) -> None:
+        ranks = current_ranks()
+        if self.failures.failed and ranks is not None and not ranks.scoped:
+            ranks.close()
+
+
+class ReexecLauncher(_MegaParLauncher, _SubprocessScriptLauncher):
+    """Lightning's re-executing launcher, with a run id that the ranks inherit and failures reported once."""
+
+    def __init__(self, strategy: Any) -> None:
+        _SubprocessScriptLauncher.__init__(
+            self, strategy.cluster_environment, strategy.num_processes, strategy.num_nodes
+        )
+        _MegaParLauncher.__init__(self, strategy)
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the script once more for each further rank, then run ``function``."""
+        self._check()
+        if self.strategy.num_nodes == 1:
+            os.environ.setdefault(RUN_VARIABLE, uuid.uuid4().hex)
+        return _SubprocessScriptLauncher.launch(self, self._reported, function, args, kwargs, trainer)
+
+    def kill(self, signum: int) -> None:
+        _SubprocessScriptLauncher.kill(self, signum)
+
+    def _reported(self, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Any) -> Any:
+        self.trainer = trainer
+        self._arm_external()
+        return self._call(function, args, kwargs)
+
+
+def stage_of(trainer: Any) -> str:
+    """What a trainer is doing, for messages: ``set-up``, ``sanity check``, ``training step 12``, ``validation``, ..."""
+    if trainer is None or getattr(trainer, "state", None) is None:
+        return "the run"
+    if trainer.sanity_checking:
+        return "the sanity check"
+    if trainer.training:
+        started = trainer.fit_loop._combined_loader is not None
+        return f"training step {trainer.global_step}" if started else "set-up"
+    loop = trainer._active_loop
+    started = loop is not None and getattr(loop, "_combined_loader", None) is not None
+    name = str(getattr(trainer.state.stage, "value", "") or "")
+    names = {"validate": "validation", "test": "the test", "predict": "prediction"}
+    return names.get(name, "the run") if started else "set-up"
