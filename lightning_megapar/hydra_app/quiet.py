@@ -1,0 +1,48 @@
+"""Keep third-party adverts and repeated hints off a recipe's terminal; what is the user's business stays."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+
+_ADVERTS = re.compile(
+    r"(GPU|TPU|HPU|IPU|MPS) available|Using default `ModelCheckpoint`|litlogger|LitLogger|Tip:|tip: |"
+    r"`Trainer\.fit` stopped|Seed set to|Restor(ing|ed) (states|all states)|You are using a CUDA device"
+)
+"""What Lightning says through its loggers in every run, whether or not anything is to be done."""
+
+_WARNINGS: tuple[tuple[type[Warning], str, str], ...] = (
+    (UserWarning, r".*does not have many workers which may be a bottleneck", r"lightning\.pytorch.*"),
+    (UserWarning, r"The `srun` command is available on your system but is not used", r"lightning\..*"),
+    (UserWarning, r".*Checkpoint directory .* exists and is not empty", r"lightning\.pytorch.*"),
+    (FutureWarning, r".*", r"torch\.distributed.*"),
+    (DeprecationWarning, r".*", r"lightning\..*"),
+    (UserWarning, r".*isinstance\(treespec, LeafSpec\).*", r".*"),
+    (FutureWarning, r".*isinstance\(treespec, LeafSpec\).*", r".*"),
+    (DeprecationWarning, r".*isinstance\(treespec, LeafSpec\).*", r".*"),
+)
+
+
+class _WithoutAdverts(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or not _ADVERTS.search(record.getMessage())
+
+
+_FILTER = _WithoutAdverts()
+_LOGGERS = (
+    "lightning.pytorch",
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.pytorch.trainer.connectors.accelerator_connector",
+    "lightning.fabric",
+    "lightning.fabric.utilities.rank_zero",
+    "lightning.fabric.utilities.seed",
+)
+
+
+def quiet() -> None:
+    """Drop the lines named above in this process and in those forked from it. Warnings of other sorts stay."""
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(_FILTER)
+    for category, message, module in _WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category, module=module)

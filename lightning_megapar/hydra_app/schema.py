@@ -1,0 +1,58 @@
+"""The settings of ``recipes/pretrain.py`` outside what is instantiated: what ``conf/pretrain.yaml`` may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lightning_megapar.config import ParallelConfig, ScheduleName
+from lightning_megapar.hydra_app.signatures import Target
+
+
+@dataclass(frozen=True)
+class ParallelSettings(ParallelConfig):
+    """The group ``parallel``: the strategy's options and how many processes there are.
+
+    Args:
+        devices: processes on each node, or ``"auto"``.
+    """
+
+    devices: int | Literal["auto"] = "auto"
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """The group ``schedule``."""
+
+    name: ScheduleName
+
+
+@dataclass(frozen=True)
+class PrecisionSettings:
+    """The group ``precision``: Lightning's flag."""
+
+    mode: str
+
+
+@dataclass(frozen=True)
+class PretrainSettings:
+    """The root. ``Target`` is a node that is instantiated: its class's signature says what it may hold.
+
+    Args:
+        seed: fixes weights, data order and dropout.
+        run_dir: where the run writes.
+        resume: a run directory or a checkpoint.
+    """
+
+    seed: int
+    run_dir: str
+    model: Target
+    data: Target
+    optimizer: Target
+    trainer: Target
+    parallel: ParallelSettings
+    schedule: ScheduleSettings
+    precision: PrecisionSettings
+    callbacks: dict[str, Target] = field(default_factory=dict)
+    logger: dict[str, Target] = field(default_factory=dict)
+    resume: str | None = None

@@ -1,0 +1,346 @@
+"""No silent setting: a name that nobody reads is refused before any rank starts, in one list, with its neighbour.
+
+Hydra's struct mode guards plain overrides alone; a misspelt key in an experiment file or a group file passes. Here every
+key of the composed configuration is judged (:mod:`lightning_megapar.hydra_app.tree`), every override and every defaults
+list as well, and each finding says which file and line, or that it stood on the command line.
+
+From somebody's own application::
+
+    @hydra.main(version_base="1.3", config_path="conf", config_name="train")
+    def main(cfg):
+        refuse_unknown_settings(cfg)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException, HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from lightning_megapar.config import ConfigError, nearest_name
+from lightning_megapar.hydra_app.sources import Found, Sources
+from lightning_megapar.hydra_app.tree import TreeCheck, defined_paths, nearest_setting
+
+if TYPE_CHECKING:
+    from hydra._internal.defaults_list import DefaultsList
+
+COMMAND_LINE = "command line"
+OVERLAYS = ("experiment", "debug")
+"""Groups whose options change settings that other files define; a name that only they define is a misspelt one."""
+_MOST_VARIATIONS = 64
+
+
+class UnknownSettings(ConfigError):
+    """Settings that nobody reads, or that cannot be what they are; ``found`` lists them."""
+
+    def __init__(self, found: Sequence[Found]) -> None:
+        self.found = tuple(found)
+        super().__init__("\n".join(str(entry) for entry in found))
+
+
+def refuse_unknown_settings(cfg: DictConfig, schema: type | None = None, overlays: Sequence[str] = OVERLAYS) -> None:
+    """Inside a running ``@hydra.main`` task: refuse its configuration when a setting is unknown.
+
+    Args:
+        cfg: the task's configuration (also after the task changed it).
+        schema: a dataclass that describes the root, or ``None``: then what the application's files define is known.
+        overlays: groups that may only change what other files define.
+
+    Raises:
+        UnknownSettings: with every finding in one message.
+    """
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+
+    hydra = HydraConfig.get()
+    loader = GlobalHydra.instance().config_loader()
+    overrides = [*hydra.overrides.hydra, *hydra.overrides.task]
+    check = SettingsCheck(loader.get_search_path(), hydra.job.config_name, schema, overlays)
+    found = check.run(overrides)
+    if not found:
+        found = check.judge(cfg, check.sources.defaults(check.group_overrides).defaults)
+    if found:
+        raise UnknownSettings(found)
+
+
+class SettingsCheck:
+    """The check of one command against one application's files.
+
+    Args:
+        search_path: where Hydra looks for files.
+        config_name: the primary configuration.
+        schema: a dataclass that describes the root, or ``None``.
+        overlays: groups that may only change what other files define.
+        import_targets: whether each ``_target_`` is imported to read its signature (seconds, for Lightning's classes).
+    """
+
+    def __init__(
+        self,
+        search_path: ConfigSearchPath,
+        config_name: str | None,
+        schema: type | None = None,
+        overlays: Sequence[str] = OVERLAYS,
+        import_targets: bool = True,
+    ) -> None:
+        self.search_path = search_path
+        self.config_name = config_name
+        self.schema = schema
+        self.overlays = tuple(overlays)
+        self.import_targets = import_targets
+        self.group_overrides: list[str] = []
+        self.sources = Sources(search_path, config_name, [])
+        self._found: list[Found] = []
+        self._given: dict[str, str] = {}
+
+    def run(self, overrides: Sequence[str], multirun: bool = False) -> list[Found]:
+        """Every finding for a command's overrides; an empty list when the command is right."""
+        found: list[Found] = []
+        for variation in _variations(overrides) if multirun else [list(overrides)]:
+            found += [entry for entry in self._one(variation) if entry not in found]
+        return found
+
+    def _one(self, overrides: list[str]) -> list[Found]:
+        self._found, self._given, self.group_overrides = [], {}, []
+        self.sources = Sources(self.search_path, self.config_name, overrides)
+        try:
+            self._compose(overrides)
+        except (ConfigCompositionException, OmegaConfBaseException, HydraException, YAMLError, ValueError) as error:
+            # A file that Hydra itself cannot read: nothing further can be judged.
+            self._found.append(_from_error(error, self.config_name))
+        seen: dict[Found, None] = dict.fromkeys(self.sources.found + self._found)
+        return list(seen)
+
+    def _compose(self, overrides: list[str]) -> None:
+        groups = self.sources.groups()
+        parsed = self._parse(overrides)
+        values = []
+        for override in parsed:
+            if override.key_or_group in groups and not isinstance(override.value(), dict):
+                self._group_override(override, groups)
+            else:
+                values.append(override)
+        defaults = self._defaults(groups)
+        config = self.sources.loader.load_configuration(self.config_name, self.group_overrides, RunMode.RUN)
+        legal = self._tree(config, defaults).legal | defined_paths(config) | {g for g in groups if "/" not in g}
+        good = [override for override in values if self._value_override(override, config, legal)]
+        config = self._apply(good)
+        if config is not None:
+            with_hydra = config.copy()
+            OmegaConf.set_struct(with_hydra, False)
+            del with_hydra["hydra"]
+            self._found += self.judge(with_hydra, defaults.defaults)
+
+    def _parse(self, overrides: list[str]) -> list[Override]:
+        parser = OverridesParser.create()
+        parsed = []
+        for text in overrides:
+            try:
+                parsed.append(parser.parse_override(text))
+            except HydraException as error:
+                reason = str(error).splitlines()[0]
+                self._found.append(Found(text, f"is not an override such as key=value: {reason}", COMMAND_LINE))
+        return parsed
+
+    def _group_override(self, override: Override, groups: dict[str, list[str]]) -> None:
+        """Keep a choice of options in ``group_overrides`` when all of them exist."""
+        group, value = override.key_or_group, override.value()
+        options = [value] if isinstance(value, str) else list(value) if isinstance(value, list) else []
+        wrong = [option for option in options if option not in groups[group] and option != "null"]
+        for option in wrong:
+            near = nearest_name(str(option), groups[group])
+            more = f"Options: {', '.join(groups[group])}"
+            self._found.append(
+                Found(f"{group}={option}", "unknown option", COMMAND_LINE, f"{group}={near}" if near else None, more)
+            )
+        if not wrong:
+            self.group_overrides.append(override.input_line or "")
+
+    def _defaults(self, groups: dict[str, list[str]]) -> DefaultsList:
+        """The defaults list; choices of groups that it does not hold are recorded and left out."""
+        wanted = list(self.group_overrides)
+        while True:
+            try:
+                return self.sources.defaults(self.group_overrides)  # type: ignore[no-any-return]
+            except ConfigCompositionException as error:
+                blamed = next((o for o in self.group_overrides if f"'{_group_of(o)}" in str(error)), None)
+                if blamed is None:
+                    self.group_overrides = wanted
+                    raise
+                self.group_overrides.remove(blamed)
+                group = _group_of(blamed)
+                text, more = "is not among the defaults", f"To add the group, type +{blamed.lstrip('+~')}"
+                if blamed.startswith("~"):
+                    more = "There is nothing to remove."
+                elif "more than once" in str(error) or "Multiple values" in str(error):
+                    text, more = "is chosen already", f"To choose another option, type {blamed.lstrip('+')}"
+                self._found.append(Found(blamed, text, COMMAND_LINE, None, more if group in groups else ""))
+
+    def _value_override(self, override: Override, config: DictConfig, legal: set[str]) -> bool:
+        """Whether an override of a value can be applied; if not, what is wrong is recorded."""
+        key, line = override.key_or_group, override.input_line or ""
+        present = _contains(config, key)
+        self._given[key] = line
+        if override.package is not None:
+            groups = [path for path in legal if "." not in path]
+            self._found.append(Found(key, "unknown group", COMMAND_LINE, nearest_name(key, groups)))
+        elif override.is_force_add() or (override.is_add() and not present):
+            return True
+        elif override.is_add():
+            if isinstance(override.value(), (dict, list)):
+                return True
+            self._found.append(
+                Found(key, "is set already", COMMAND_LINE, None, f"To change it, type {line.lstrip('+')}")
+            )
+        elif present:
+            return True
+        elif key in legal:
+            more = f"It is a valid setting that no file sets: type +{line.lstrip('~')}"
+            self._found.append(Found(key, "cannot be changed without +", COMMAND_LINE, None, more))
+        else:
+            self._found.append(Found(key, "unknown setting", COMMAND_LINE, nearest_setting(key, legal)))
+        return False
+
+    def _apply(self, good: list[Override]) -> DictConfig | None:
+        """The configuration with all good overrides; those whose value Hydra refuses are recorded."""
+        lines = [override.input_line or "" for override in good]
+        load = self.sources.loader.load_configuration
+        try:
+            return load(self.config_name, self.group_overrides + lines, RunMode.RUN)
+        except (ConfigCompositionException, ValueError):
+            for line in lines:
+                try:
+                    load(self.config_name, [*self.group_overrides, line], RunMode.RUN)
+                except (ConfigCompositionException, ValueError) as single:
+                    error = single
+                    self._found.append(Found(line, f"is refused: {_reason(single)}", COMMAND_LINE))
+            if not self._found:
+                raise error
+            return None
+
+    def _tree(self, config: DictConfig, defaults: DefaultsList) -> TreeCheck:
+        task = config.copy()
+        OmegaConf.set_struct(task, False)
+        task.pop("hydra", None)
+        check = TreeCheck(self.schema, self._base(defaults), self.import_targets)
+        check.run(task)
+        return check
+
+    def _base(self, defaults: DefaultsList) -> set[str] | None:
+        """Paths that the files define when no overlay is chosen, with the options that overlays choose."""
+        choices = defaults.overrides.known_choices
+        chosen = [
+            f"{group}={option}"
+            for group, option in choices.items()
+            if option is not None
+            and group.split("@")[0] not in self.overlays
+            and not group.startswith("hydra/")
+            and group in self._standing()
+        ]
+        added = [o for o in self.group_overrides if o.startswith("+") and _group_of(o) not in self.overlays]
+        try:
+            base = self.sources.loader.load_configuration(
+                self.config_name, [*self._without_overlays(), *chosen, *added], RunMode.RUN
+            )
+        except (ConfigCompositionException, ValueError):
+            return None
+        OmegaConf.set_struct(base, False)
+        base.pop("hydra", None)
+        return defined_paths(base) | {key for key, line in self._given.items() if line.startswith("+")}
+
+    def _standing(self) -> set[str]:
+        """Groups in the defaults list of the files alone: these can be chosen without ``+``."""
+        defaults = self.sources.loader.compute_defaults_list(self.config_name, self._without_overlays(), RunMode.RUN)
+        return set(defaults.overrides.known_choices)
+
+    def _without_overlays(self) -> list[str]:
+        """Overrides that take every overlay out of the defaults list."""
+        try:
+            plain = self.sources.loader.compute_defaults_list(self.config_name, [], RunMode.RUN)
+        except (ConfigCompositionException, ValueError):
+            return []
+        return [f"~{group}" for group in plain.overrides.known_choices if group in self.overlays]
+
+    def judge(self, task: DictConfig, defaults: list) -> list[Found]:  # type: ignore[type-arg]
+        """The findings in a task's configuration itself, each with the place that set it."""
+        base = self._base(self.sources.defaults(self.group_overrides)) if self.schema is None else None
+        check = TreeCheck(self.schema, base, self.import_targets)
+        origins = self.sources.origins(defaults)
+        return [
+            Found(problem.setting, problem.text, self._where(problem.setting, origins), problem.near)
+            for problem in check.run(task)
+        ]
+
+    def _where(self, setting: str, origins: dict[str, str]) -> str:
+        path = setting
+        while path:
+            if path in self._given:
+                return COMMAND_LINE
+            if path in origins:
+                return origins[path]
+            cut = max(path.rfind("."), path.rfind("["))
+            path = path[:cut] if cut > 0 else ""
+        return "set by the program"
+
+
+def _group_of(override: str) -> str:
+    return override.lstrip("+~").split("=", 1)[0]
+
+
+def _contains(config: DictConfig, key: str) -> bool:
+    node: object = config
+    for part in key.replace("[", ".").replace("]", "").split("."):
+        if OmegaConf.is_list(node):
+            if not part.isdigit() or int(part) >= len(node):  # type: ignore[arg-type]
+                return False
+            node = node[int(part)]  # type: ignore[index]
+        elif isinstance(node, DictConfig) and part in node:
+            try:
+                node = node[part]
+            except OmegaConfBaseException:
+                node = None
+        else:
+            return False
+    return True
+
+
+def _variations(overrides: Sequence[str]) -> Iterable[list[str]]:
+    """A sweep as single commands: the first value of everything, then each further value on its own."""
+    parser = OverridesParser.create()
+    first: list[str] = []
+    others: list[tuple[int, str]] = []
+    for index, text in enumerate(overrides):
+        try:
+            override = parser.parse_override(text)
+            values = list(override.sweep_string_iterator()) if override.is_discrete_sweep() else []
+        except (HydraException, AssertionError):
+            values = []
+        first.append(f"{override.get_key_element()}={values[0]}" if values else text)
+        others += [(index, f"{override.get_key_element()}={value}") for value in values[1:]]
+    yield first
+    for index, text in others[:_MOST_VARIATIONS]:
+        yield [*first[:index], text, *first[index + 1 :]]
+
+
+def _reason(error: BaseException) -> str:
+    cause = error.__cause__ if error.__cause__ is not None else error
+    text = str(cause).strip() or str(error).strip() or type(cause).__name__
+    return text.splitlines()[0]
+
+
+def _from_error(error: BaseException, config_name: str | None) -> Found:
+    """Hydra's own complaint as a finding: the file that it names, and what it says first."""
+    text = str(error).strip() or _reason(error)
+    first = text.splitlines()
+    where = config_name or "configuration"
+    if text.startswith("In '"):
+        where, _, rest = text[4:].partition("'")
+        first = rest.lstrip(": ").splitlines()
+    return Found(f"{where}", f"cannot be read: {' '.join(line.strip() for line in first[:3])}", where)
