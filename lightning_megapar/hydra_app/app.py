@@ -156,7 +156,7 @@ def _refuse(error: Exception) -> NoReturn:
 
 
 def _end_ranks(code: int) -> None:
-    """A forked rank leaves here, its job being over; rank 0 waits for all of them, so that the next job starts clean."""
+    """A forked rank leaves here, its job being over; rank 0 waits for them, so that the next job starts clean."""
     launched = sys.modules.get("lightning_megapar.launch.ranks")
     ranks = launched.current_ranks() if launched is not None else None
     if ranks is None or ranks.scoped:

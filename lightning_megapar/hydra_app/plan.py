@@ -110,8 +110,10 @@ def choose_devices(
     if wanted == "auto" and given is not None:
         wanted = int(given)
     if accelerator == "mps" and wanted not in ("auto", 1):
-        raise ConfigError(f"trainer.accelerator=mps has no communication between processes, but parallel.devices={wanted}; "
-                          "nearest valid: trainer.accelerator=cpu, or parallel=single")  # fmt: skip
+        raise ConfigError(
+            f"trainer.accelerator=mps has no communication between processes, but parallel.devices={wanted}; "
+            "nearest valid: trainer.accelerator=cpu, or parallel=single"
+        )
     if wanted == "auto":
         if gpus:
             return Devices("cuda", gpus, f"devices = auto: all {gpus} GPUs")
@@ -167,11 +169,11 @@ def check_model(
     from lightning_megapar.layers.base import refuse_uneven
 
     if model.num_layers < layout.pipeline:
-        near = nearest(layout.pipeline, [d for d in range(1, model.num_layers + 1)])
+        near = nearest(layout.pipeline, range(1, model.num_layers + 1))
         raise ConfigError(
-            f"model.num_layers={model.num_layers} is less than pipeline_parallel_size={layout.pipeline}: a stage would be "
-            f"empty; nearest valid pipeline_parallel_size: {', '.join(map(str, near))}; nearest valid num_layers: "
-            f"{layout.pipeline}"
+            f"model.num_layers={model.num_layers} is less than pipeline_parallel_size={layout.pipeline}: a stage "
+            f"would be empty; nearest valid pipeline_parallel_size: {', '.join(map(str, near))}; nearest valid "
+            f"num_layers: {layout.pipeline}"
         )
     size = layout.tensor
     if size > 1:
@@ -179,8 +181,8 @@ def check_model(
         if model.kv_heads % size and size % model.kv_heads:
             fits = [d for d in divisors(model.num_heads) if d % model.kv_heads == 0 or model.kv_heads % d == 0]
             raise ConfigError(
-                f"num_kv_heads={model.kv_heads} and tensor_parallel_size={size}: one must divide the other; nearest valid "
-                f"tensor_parallel_size: {', '.join(map(str, nearest(size, fits)))}"
+                f"num_kv_heads={model.kv_heads} and tensor_parallel_size={size}: one must divide the other; nearest "
+                f"valid tensor_parallel_size: {', '.join(map(str, nearest(size, fits)))}"
             )
         refuse_uneven("ffn_hidden_size", model.ffn_size, size)
         padded = -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
@@ -195,8 +197,8 @@ def check_model(
             refuse_uneven("sequence_length", sequence_length, size)
     if sequence_length is not None and sequence_length > model.max_sequence_length:
         raise ConfigError(
-            f"sequence_length={sequence_length} is above max_sequence_length={model.max_sequence_length}; nearest valid: "
-            f"{model.max_sequence_length}"
+            f"sequence_length={sequence_length} is above max_sequence_length={model.max_sequence_length}; nearest "
+            f"valid: {model.max_sequence_length}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The steps that a training recipe takes before its Trainer: settings of a resumed run, devices, a claimed directory."""
+"""What a training recipe does before its Trainer: settings of a resumed run, devices, a claimed directory."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def resumed_settings(cfg: DictConfig) -> tuple[DictConfig, Resume]:
         cfg.run_dir = str(owner)
     if 0 <= cfg.trainer.max_steps <= step:
         raise ConfigError(
-            f"resume={cfg.resume} is at step {step} and trainer.max_steps={cfg.trainer.max_steps}: nothing is left to do; "
-            f"give a larger trainer.max_steps"
+            f"resume={cfg.resume} is at step {step} and trainer.max_steps={cfg.trainer.max_steps}: nothing is left to "
+            f"do; give a larger trainer.max_steps"
         )
     print(f"resuming {checkpoint} at step {step}" + (", in the same directory" if in_place else ", as a new run"))
     kept = tuple(override for override in overrides if override.lstrip("+").split("=")[0] not in own)

@@ -1,8 +1,8 @@
 """No silent setting: a name that nobody reads is refused before any rank starts, in one list, with its neighbour.
 
-Hydra's struct mode guards plain overrides alone; a misspelt key in an experiment file or a group file passes. Here every
-key of the composed configuration is judged (:mod:`lightning_megapar.hydra_app.tree`), every override and every defaults
-list as well, and each finding says which file and line, or that it stood on the command line.
+Hydra's struct mode guards plain overrides alone; a misspelt key in an experiment file or a group file passes. Here
+every key of the composed configuration is judged (:mod:`lightning_megapar.hydra_app.tree`), every override and every
+defaults list as well, and each finding says which file and line, or that it stood on the command line.
 
 From somebody's own application::
 
@@ -131,12 +131,9 @@ class SettingsCheck:
         config = self.sources.loader.load_configuration(self.config_name, self.group_overrides, RunMode.RUN)
         legal = self._tree(config, defaults).legal | defined_paths(config) | {g for g in groups if "/" not in g}
         good = [override for override in values if self._value_override(override, config, legal)]
-        config = self._apply(good)
-        if config is not None:
-            with_hydra = config.copy()
-            OmegaConf.set_struct(with_hydra, False)
-            del with_hydra["hydra"]
-            self._found += self.judge(with_hydra, defaults.defaults)
+        whole = self._apply(good)
+        if whole is not None:
+            self._found += self.judge(_task_of(whole), defaults.defaults)
 
     def _parse(self, overrides: list[str]) -> list[Override]:
         parser = OverridesParser.create()
@@ -214,35 +211,32 @@ class SettingsCheck:
         load = self.sources.loader.load_configuration
         try:
             return load(self.config_name, self.group_overrides + lines, RunMode.RUN)
-        except (ConfigCompositionException, ValueError):
+        except (ConfigCompositionException, ValueError) as error:
             for line in lines:
                 try:
                     load(self.config_name, [*self.group_overrides, line], RunMode.RUN)
                 except (ConfigCompositionException, ValueError) as single:
-                    error = single
                     self._found.append(Found(line, f"is refused: {_reason(single)}", COMMAND_LINE))
             if not self._found:
-                raise error
+                self._found.append(Found(" ".join(lines), f"is refused: {_reason(error)}", COMMAND_LINE))
             return None
 
     def _tree(self, config: DictConfig, defaults: DefaultsList) -> TreeCheck:
-        task = config.copy()
-        OmegaConf.set_struct(task, False)
-        task.pop("hydra", None)
         check = TreeCheck(self.schema, self._base(defaults), self.import_targets)
-        check.run(task)
+        check.run(_task_of(config))
         return check
 
     def _base(self, defaults: DefaultsList) -> set[str] | None:
         """Paths that the files define when no overlay is chosen, with the options that overlays choose."""
         choices = defaults.overrides.known_choices
+        standing = self._standing()
         chosen = [
             f"{group}={option}"
             for group, option in choices.items()
             if option is not None
             and group.split("@")[0] not in self.overlays
             and not group.startswith("hydra/")
-            and group in self._standing()
+            and group in standing
         ]
         added = [o for o in self.group_overrides if o.startswith("+") and _group_of(o) not in self.overlays]
         try:
@@ -251,9 +245,7 @@ class SettingsCheck:
             )
         except (ConfigCompositionException, ValueError):
             return None
-        OmegaConf.set_struct(base, False)
-        base.pop("hydra", None)
-        return defined_paths(base) | {key for key, line in self._given.items() if line.startswith("+")}
+        return defined_paths(_task_of(base)) | {key for key, line in self._given.items() if line.startswith("+")}
 
     def _standing(self) -> set[str]:
         """Groups in the defaults list of the files alone: these can be chosen without ``+``."""
@@ -288,6 +280,14 @@ class SettingsCheck:
             cut = max(path.rfind("."), path.rfind("["))
             path = path[:cut] if cut > 0 else ""
         return "set by the program"
+
+
+def _task_of(config: DictConfig) -> DictConfig:
+    """A composed configuration without Hydra's own node, as a task gets it."""
+    task = config.copy()
+    OmegaConf.set_struct(task, False)
+    task.pop("hydra", None)
+    return task
 
 
 def _group_of(override: str) -> str:

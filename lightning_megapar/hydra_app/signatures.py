@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Optional, Union, get_args, get_origin
 
 INSTANTIATE_KEYS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 """Keys that ``hydra.utils.instantiate`` reads itself."""
@@ -90,7 +90,7 @@ def parameters(function: Callable[..., Any]) -> Parameters:
     }
     return Parameters(
         annotations={
-            name: Union[hints.get(name, Any), None] if parameter.default is None else hints.get(name, Any)
+            name: Optional[hints.get(name, Any)] if parameter.default is None else hints.get(name, Any)  # noqa: UP045
             for name, parameter in named.items()
         },
         required=tuple(name for name, parameter in named.items() if parameter.default is parameter.empty),
