@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 COMPACT_ABOVE = 32
+_ALWAYS = ("data", "pipeline", "tensor")
+AXES_SHOWN = (*_ALWAYS, *(axis for axis in AXES if axis not in _ALWAYS))
 
 
 class SubmititEnvironment(ClusterEnvironment):
@@ -212,6 +214,13 @@ def _script() -> str:
     return " ".join(["python", *sys.argv[:1]])
 
 
+def place_of(rank: int, layout: Layout) -> str:
+    """A rank with its coordinates for messages, such as ``rank 3 (data 0, pipeline 1, tensor 1)``."""
+    place = layout.coordinates(rank)
+    shown = [f"{axis} {place[axis]}" for axis in AXES_SHOWN if axis in _ALWAYS or getattr(layout, axis) > 1]
+    return f"rank {rank} ({', '.join(shown)})"
+
+
 def rank_table(layout: Layout, ranks_per_node: int) -> Table:
     """Which rank is which: one row per rank, or one per node above 32 ranks.
 
@@ -226,8 +235,7 @@ def rank_table(layout: Layout, ranks_per_node: int) -> Table:
     from rich import box
     from rich.table import Table
 
-    axes = [axis for axis in ("data", "pipeline", "tensor", "context", "expert") if axis in AXES]
-    axes = [axis for axis in axes if axis in ("data", "pipeline", "tensor") or getattr(layout, axis) > 1]
+    axes = [axis for axis in AXES_SHOWN if axis in _ALWAYS or getattr(layout, axis) > 1]
     table = Table(title=f"{layout.world_size} ranks: {layout.describe()}", box=box.SIMPLE, title_justify="left")
     world = layout.world_size
     if world <= COMPACT_ABOVE:

@@ -26,6 +26,7 @@ Lightning's own handling (callbacks' ``on_exception``, teardown) sees it; a stra
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import re
@@ -33,19 +34,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
 
-from lightning_megapar.launch.ranks import ForkedRanks, discard_process_group, how_it_ended, silence_stderr
+from lightning_megapar.launch.hygiene import discard_process_group, silence_stderr
+from lightning_megapar.launch.ranks import ForkedRanks, how_it_ended
 from lightning_megapar.launch.slot import Report, Slot, report_of
 
 Role = Literal["speaker", "child", "peer", "guest"]
 
 SETTLE = 1.5
 """Seconds that a rank which lost a peer waits for the peer's own report."""
-LINGER = 2.0
-"""Seconds after a report at which ranks that have not noticed it leave."""
+LINGER = 3.5
+"""Seconds after a report at which silent ranks leave at the latest."""
+AFTER_SPOKEN = 0.7
+"""Seconds after the speaker's last words at which silent ranks leave."""
 _POLL = 0.5
 
 _LOST = re.compile(
@@ -211,6 +215,7 @@ class FailureReporter:
             first = self.slot.first()
             if first is None or first.rank != self.rank:
                 self._leave_silently(first)
+        atexit.register(self.slot.say_spoken)
         if self.hosts_store:
             time.sleep(2 * _POLL)
         return _noted(exception, mine)
@@ -224,11 +229,19 @@ class FailureReporter:
                 return first
             time.sleep(0.05)
 
-    def _leave_silently(self, first: Report | None) -> None:
+    def _leave_silently(self, first: Report | None) -> NoReturn:
         silence_stderr()
         if first is not None:
-            time.sleep(min(LINGER, max(0.0, first.time + LINGER - time.time())))
+            self._let_speak(first, threading.Event())
         os._exit(1)
+
+    def _let_speak(self, first: Report, stop: threading.Event) -> None:
+        assert self.slot is not None
+        latest = first.time + LINGER
+        while time.time() < latest and not self.slot.spoken():
+            if stop.wait(min(0.1, max(0.0, latest - time.time()))):
+                return
+        stop.wait(min(AFTER_SPOKEN, max(0.0, latest - time.time())))
 
     # ------------------------------------------------------------------ watch
 
@@ -255,7 +268,8 @@ class FailureReporter:
             first = self.slot.first()
             if first is None or first.rank == self.rank:
                 continue
-            if stop.wait(min(LINGER, max(0.0, first.time + LINGER - time.time()))):
+            self._let_speak(first, stop)
+            if stop.is_set():
                 return
             silence_stderr()
             os._exit(1)

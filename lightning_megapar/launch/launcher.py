@@ -30,11 +30,12 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
-from lightning_megapar.config import ConfigError
-from lightning_megapar.launch.environment import check_world, resolve_environment
+from lightning_megapar.config import ConfigError, Layout
+from lightning_megapar.launch.environment import check_world, place_of, resolve_environment
 from lightning_megapar.launch.failure import FailureReporter, interactive, is_guest, under_pytest
+from lightning_megapar.launch.hygiene import code_of, discard_process_group
 from lightning_megapar.launch.process_group import RUN_VARIABLE, failure_slot, hosts_store
-from lightning_megapar.launch.ranks import ForkedRanks, code_of, current_ranks, discard_process_group
+from lightning_megapar.launch.ranks import ForkedRanks, current_ranks
 
 DISMISS_WITHIN = 10.0
 """Seconds that ranks which a new launch does not need have to reach that launch themselves."""
@@ -113,7 +114,10 @@ class _MegaParLauncher(_Launcher):
 
     def _rank_description(self) -> str:
         describe = getattr(self.strategy, "rank_description", None)
-        return (describe() if describe is not None else "") or f"rank {self.strategy.global_rank}"
+        if describe is not None:
+            return str(describe())
+        rank, layout = self.strategy.global_rank, getattr(self.strategy, "layout", None)
+        return place_of(rank, layout) if isinstance(layout, Layout) else f"rank {rank}"
 
     def _stage(self) -> str:
         stage = getattr(self.strategy, "current_stage", None)
@@ -195,6 +199,7 @@ class ForkInPlaceLauncher(_MegaParLauncher):
         if ranks is None:
             self.failures.arm(None, 0, "guest")
             return self._call(function, args, kwargs)
+        ranks.begin_launch()
         self.failures.arm(ranks.slot, ranks.rank, "speaker" if ranks.rank == 0 else "child", ranks)
         if ranks.scoped:
             return self._run_scoped(ranks, function, args, kwargs)

@@ -40,7 +40,8 @@ from lightning.fabric.plugins.environments import (
 )
 
 from lightning_megapar.launch.environment import SubmititEnvironment
-from lightning_megapar.launch.ranks import current_ranks, discard_process_group
+from lightning_megapar.launch.hygiene import discard_process_group
+from lightning_megapar.launch.ranks import current_ranks
 from lightning_megapar.launch.slot import Report, StoreSlot
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -57,7 +58,7 @@ RUN_VARIABLE = "MEGAPAR_RUN_ID"
 """Set by our re-executing launcher for the ranks that it starts: the run's random id."""
 
 _stores: dict[tuple[str, int], dist.Store] = {}
-_groups_made = 0
+_groups_made: dict[str, int] = {}
 
 
 class ProcessGroupError(RuntimeError):
@@ -117,20 +118,19 @@ def create_process_group(
         ProcessGroupError: when the port belongs to another run, a place is taken, ranks do not appear within
             :data:`SETUP_TIMEOUT`, or the ranks of the finished group show different runs or world sizes.
     """
-    global _groups_made
     rank, world = environment.global_rank(), environment.world_size()
     if dist.is_initialized():
         if dist.get_world_size() == world and dist.get_rank() == rank:
             return
         discard_process_group()
     identity = run_identity(environment)
-    _groups_made += 1
-    prefix = f"megapar/{identity.key}/{world}/{_groups_made}"
-    base = _base_store(environment, identity, rank, world)
+    count = _count_group(environment, identity, world)
+    prefix = f"megapar/{identity.key}/{world}/{count}"
+    base = _base_store(environment, identity, rank, world, count)
     store = dist.PrefixStore(prefix, base)
     store.set_timeout(SETUP_TIMEOUT)
     try:
-        uid = _agree(store, environment, identity, rank, world)
+        uid = _agree(store, environment, identity, rank, world, first=count == 1)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
@@ -165,10 +165,20 @@ def _agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _base_store(environment: ClusterEnvironment, identity: RunIdentity, rank: int, world: int) -> dist.Store:
+def _count_group(environment: ClusterEnvironment, identity: RunIdentity, world: int) -> int:
+    # Every rank of a run makes the same groups in the same order; processes that serve several runs count per run.
+    where = "" if current_ranks() is not None else f"@{environment.main_address}:{environment.main_port}"
+    key = f"{identity.key}{where}/{world}"
+    _groups_made[key] = _groups_made.get(key, 0) + 1
+    return _groups_made[key]
+
+
+def _base_store(
+    environment: ClusterEnvironment, identity: RunIdentity, rank: int, world: int, count: int
+) -> dist.Store:
     ranks = current_ranks()
     if ranks is not None:
-        return dist.FileStore(str(ranks.directory / f"store-{_groups_made}"), world)
+        return dist.FileStore(str(ranks.directory / f"store-{count}"), world)
     address = (environment.main_address, environment.main_port)
     if address in _stores:
         return _stores[address]
@@ -220,7 +230,7 @@ def _agree(store: dist.Store, environment: ClusterEnvironment, identity: RunIden
     if rank == 0:
         store.wait([f"claim/{other}" for other in range(world)], SETUP_TIMEOUT)
         deadline = time.monotonic() + GRACE
-        while _groups_made == 1 and time.monotonic() < deadline and not store.check(["conflict"]):
+        while first and time.monotonic() < deadline and not store.check(["conflict"]):
             time.sleep(0.1)
         refused = store.get("conflict").decode() if store.check(["conflict"]) else ""
         store.set("verdict", json.dumps({"uid": uuid.uuid4().hex, "refused": refused, "time": time.time()}))

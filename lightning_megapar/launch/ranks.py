@@ -25,20 +25,28 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import uuid
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn, TextIO, cast
 
 import torch
-import torch.distributed as dist
 
+from lightning_megapar.launch.hygiene import (
+    ExitCode,
+    HydraErrors,
+    WarnOnce,
+    close_stdin,
+    discard_process_group,
+    flush,
+    forget_parents_children,
+    quiet_hydra,
+    silence_stderr,
+)
 from lightning_megapar.launch.preemption import EXIT_CODE as PREEMPTED
 from lightning_megapar.launch.preemption import die_with_parent
-from lightning_megapar.launch.slot import SLOT_PREFIX, FileSlot, report_of
+from lightning_megapar.launch.slot import FileSlot, Report, report_of
 
 NOTICE_WITHIN = 3.0
 """Seconds that rank 0 has to notice by itself that a child has failed, before the watch ends the run."""
@@ -65,7 +73,6 @@ class ForkedRanks:
         children: rank -> process id (rank 0 only).
         ended: rank -> exit code of children that are gone; negative is a signal (rank 0 only).
         directory: private to this user (0700), shared by the ranks: process-group store, failure reports.
-        groups: process groups made so far, counted alike on every rank.
         scoped: children run one function only and never return to the caller.
     """
 
@@ -73,18 +80,19 @@ class ForkedRanks:
         self.size = size
         self.rank = 0
         self.scoped = scoped
-        self.groups = 0
         self.children: dict[int, int] = {}
         self.ended: dict[int, int] = {}
         self.uid = uuid.uuid4().hex
-        self.directory = Path(tempfile.mkdtemp(prefix=f"{SLOT_PREFIX}fork-"))
+        self.directory = _private_directory()
         self.slot = FileSlot(self.directory)
         self._threads = torch.get_num_threads()
         self._environment = {name: os.environ.get(name) for name in _VARIABLES}
         self._noticed = threading.Event()
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._code = _ExitCode()
+        self._code = ExitCode()
+        self._warn_once = WarnOnce(self.directory)
+        self._hydra_errors: HydraErrors | None = None
 
     # ------------------------------------------------------------------ fork
 
@@ -103,7 +111,7 @@ class ForkedRanks:
         torch.set_num_threads(1)
         python_random = random.getstate()  # Python reseeds `random` in a forked child; torch and numpy do not
         for stream in (sys.stdout, sys.stderr):
-            _flush(stream)
+            flush(stream)
         parent = os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python >= 3.12: "multi-threaded, use of fork()"
@@ -118,6 +126,7 @@ class ForkedRanks:
         _current = ranks
         if not scoped:
             ranks._code.watch()
+            ranks._warn_once.install()
             atexit.register(ranks._finish)
         threading.Thread(target=ranks._watch, name="megapar-ranks", daemon=True).start()
         return ranks
@@ -142,13 +151,17 @@ class ForkedRanks:
         self.children = {}
         torch.set_num_threads(1)
         os.environ["LOCAL_RANK"] = str(rank)
-        _forget_parents_children()
-        _close_stdin()
-        _quiet_hydra()
+        forget_parents_children()
+        close_stdin()
+        quiet_hydra()
         self._closed, self._noticed, self._lock = threading.Event(), threading.Event(), threading.Lock()
         if not self.scoped:
             self._code.watch()
+            self._warn_once.install()
             sys.excepthook = self._child_excepthook
+            if "hydra" in sys.modules:
+                self._hydra_errors = HydraErrors(sys.stderr)
+                sys.stderr = cast(TextIO, self._hydra_errors)
             atexit.register(self._leave_at_exit)
         threading.Thread(target=self._follow_parent, args=(parent,), name="megapar-parent", daemon=True).start()
 
@@ -163,7 +176,7 @@ class ForkedRanks:
     def leave(self, code: int) -> NoReturn:
         """End this child now: streams flushed, its own DataLoader workers ended, nothing of the parent's run."""
         for stream in (sys.stdout, sys.stderr):
-            _flush(stream)
+            flush(stream)
         try:
             import multiprocessing
 
@@ -174,7 +187,7 @@ class ForkedRanks:
 
     def leave_silently(self, code: int = 1) -> NoReturn:
         """As :meth:`leave`, with standard error closed first: C++ threads write to it while the process dies."""
-        _flush(sys.stdout)
+        flush(sys.stdout)
         silence_stderr()
         self.leave(code)
 
@@ -182,7 +195,15 @@ class ForkedRanks:
         """Remember the code of a SystemExit that passes through a launch."""
         self._code.value = code
 
+    def begin_launch(self) -> None:
+        """Another launch on the same ranks."""
+        if self._hydra_errors is not None:
+            self._hydra_errors.release()
+
     def _leave_at_exit(self) -> None:
+        if self._code.value not in (0, PREEMPTED) and self._hydra_errors is not None and self._hydra_errors.kept:
+            text = self._hydra_errors.kept
+            self.slot.claim(Report(self.rank, f"rank {self.rank}", "the script", "", "", text, time.time()))
         if self._code.value == 0:
             self.leave(0)
         self.leave_silently(self._code.value)
@@ -261,6 +282,7 @@ class ForkedRanks:
         self._closed.set()
         atexit.unregister(self._finish)
         self._code.restore()
+        self._warn_once.restore()
         for name, value in self._environment.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -290,14 +312,14 @@ class ForkedRanks:
         # Rank 0 is blocked or busy and nobody else may speak: say what happened, leave nothing behind.
         self.kill()
         self._say_failure()
-        _flush(sys.stdout)
+        flush(sys.stdout)
         shutil.rmtree(self.directory, ignore_errors=True)
         os._exit(1)
 
     def _say_failure(self) -> None:
         report = self.slot.first()
         text = report.text() if report is not None and not report.lost else self.describe_failed()
-        _flush(sys.stdout)
+        flush(sys.stdout)
         print(f"\n{text}", file=sys.stderr, flush=True)
 
     def _finish(self) -> None:
@@ -320,45 +342,23 @@ class ForkedRanks:
         self.close()
 
 
-class _ExitCode:
-    """The code that this process is about to exit with, as far as Python lets one know before it does."""
-
-    def __init__(self) -> None:
-        self.value = 0
-        self._exit: Callable[..., Any] | None = None
-        self._hook: Callable[..., Any] | None = None
-
-    def watch(self) -> None:
-        self.restore()
-        self._exit, self._hook = original_exit, original_hook = sys.exit, sys.excepthook
-
-        def exit_and_note(status: Any = None, /) -> NoReturn:
-            self.value = code_of(status)
-            original_exit(status)
-            raise AssertionError("unreachable")
-
-        def note_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-            self.value = 1
-            original_hook(kind, value, trace)
-
-        self._mine = (exit_and_note, note_exception)
-        sys.exit, sys.excepthook = exit_and_note, note_exception  # type: ignore[assignment]
-
-    def restore(self) -> None:
-        if self._exit is None:
-            return
-        if sys.exit is self._mine[0]:
-            sys.exit = self._exit  # type: ignore[assignment]
-        if sys.excepthook is self._mine[1] and self._hook is not None:
-            sys.excepthook = self._hook
-        self._exit = None
+def _private_directory() -> Path:
+    prefix = "megapar-ranks-"
+    for old in Path(tempfile.gettempdir()).glob(f"{prefix}*"):  # of runs that were killed
+        pid = old.name.removeprefix(prefix).split("-")[0]
+        if pid.isdigit() and not _runs(int(pid)):
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-"))  # mode 0700
 
 
-def code_of(status: Any) -> int:
-    """The exit code that ``sys.exit(status)`` means."""
-    if status is None:
-        return 0
-    return status & 0xFF if isinstance(status, int) else 1
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
 
 
 def how_it_ended(code: int) -> str:
@@ -371,76 +371,12 @@ def how_it_ended(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def discard_process_group() -> None:
-    """Drop the default process group without waiting for anybody; no error leaves here."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    try:
-        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-        if abort is not None and "nccl" in str(dist.get_backend()):
-            abort()  # destroy would wait for kernels that never finish
-        else:
-            dist.destroy_process_group()
-    except Exception:
-        traceback.clear_frames(sys.exc_info()[2])
-
-
-def silence_stderr() -> None:
-    """Point file descriptor 2 at nothing."""
-    _flush(sys.stderr)
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
-    except OSError:
-        pass
-
-
-def _flush(stream: Any) -> None:
-    try:
-        stream.flush()
-    except (OSError, ValueError, AttributeError):  # closed, a broken pipe, or None under pythonw
-        pass
-
-
-def _close_stdin() -> None:
-    try:
-        nowhere = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nowhere, 0)
-        os.close(nowhere)
-    except OSError:
-        pass
-
-
-def _forget_parents_children() -> None:
-    # What multiprocessing's own fork does in its child: the parent's DataLoader workers are not ours to end.
-    from multiprocessing import process, util
-
-    children = getattr(process, "_children", None)
-    if isinstance(children, set):
-        children.clear()
-    registry = getattr(util, "_finalizer_registry", None)
-    if isinstance(registry, dict):
-        registry.clear()
-
-
-def _quiet_hydra() -> None:
-    # A filter outlives the logging reconfiguration that Hydra does between the jobs of a sweep.
-    for name in list(logging.root.manager.loggerDict):
-        if name.split(".")[0] in ("hydra", "hydra_plugins"):
-            logging.getLogger(name).addFilter(_drop)
-
-
-def _drop(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
-
-
 def _leave_late() -> None:
     # Registered at import, so it runs after the handlers of everything that started later (trackers, loggers).
     if _late_exit_code:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
-            _flush(stream)
+            flush(stream)
         os._exit(_late_exit_code)
 
 

@@ -10,11 +10,8 @@ shares it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import stat
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,9 +20,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
-
-SLOT_PREFIX = "megapar-ranks-"
-STALE_AFTER = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +59,12 @@ class Slot(Protocol):
     def first(self) -> Report | None:
         """The first primary report, else the first lost one, else ``None``. Never raises."""
 
+    def say_spoken(self) -> None:
+        """The report stands on the terminal. Never raises."""
+
+    def spoken(self) -> bool:
+        """Whether it does. Never raises."""
+
 
 class FileSlot:
     """Reports as files created with O_EXCL in a directory that only this user can enter."""
@@ -93,6 +93,15 @@ class FileSlot:
             except (OSError, ValueError, TypeError):  # absent, or still being written
                 continue
         return None
+
+    def say_spoken(self) -> None:
+        try:
+            (self.directory / "spoken").touch()
+        except OSError:
+            pass
+
+    def spoken(self) -> bool:
+        return (self.directory / "spoken").exists()
 
 
 class StoreSlot:
@@ -141,39 +150,17 @@ class StoreSlot:
                 return None
         return None
 
-
-def private_directory(key: str) -> Path:
-    """A directory of this user alone, the same for every process on this host that passes the same ``key``.
-
-    Raises:
-        PermissionError: when the path exists and belongs to somebody else or others may enter it.
-    """
-    owner = os.getuid() if hasattr(os, "getuid") else 0
-    root = Path(tempfile.gettempdir())
-    path = root / f"{SLOT_PREFIX}{owner}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
-    try:
-        path.mkdir(mode=0o700)
-        _forget_stale(root, owner)
-    except FileExistsError:
-        pass
-    state = path.lstat()
-    if hasattr(os, "getuid") and (
-        not stat.S_ISDIR(state.st_mode) or state.st_uid != owner or stat.S_IMODE(state.st_mode) & 0o077
-    ):
-        raise PermissionError(f"{path} exists and is not a private directory of this user; remove it")
-    return path
-
-
-def _forget_stale(root: Path, owner: int) -> None:
-    # A run that was killed leaves its directory behind; the next one tidies up.
-    import shutil
-
-    for path in root.glob(f"{SLOT_PREFIX}{owner}-*"):
+    def say_spoken(self) -> None:
         try:
-            if time.time() - path.lstat().st_mtime > STALE_AFTER:
-                shutil.rmtree(path, ignore_errors=True)
-        except OSError:
-            continue
+            self._connect().set("spoken", "yes")
+        except Exception:
+            pass
+
+    def spoken(self) -> bool:
+        try:
+            return bool(self._connect().check(["spoken"]))
+        except Exception:  # the store is gone and so is the speaker that hosted it
+            return True
 
 
 def report_of(exception: BaseException, rank: int, place: str, where: str, lost: bool) -> Report:

@@ -1,0 +1,188 @@
+"""What a process must see to when it becomes one rank of several: its exit code, its streams, its noise."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+
+class ExitCode:
+    """The code that this process is about to exit with, as far as Python lets one know before it does."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._exit: Callable[..., Any] | None = None
+        self._hook: Callable[..., Any] | None = None
+
+    def watch(self) -> None:
+        self.restore()
+        self._exit, self._hook = original_exit, original_hook = sys.exit, sys.excepthook
+
+        def exit_and_note(status: Any = None, /) -> NoReturn:
+            self.value = code_of(status)
+            original_exit(status)
+            raise AssertionError("unreachable")
+
+        def note_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+            self.value = 1
+            original_hook(kind, value, trace)
+
+        self._mine = (exit_and_note, note_exception)
+        sys.exit, sys.excepthook = exit_and_note, note_exception  # type: ignore[assignment]
+
+    def restore(self) -> None:
+        if self._exit is None:
+            return
+        if sys.exit is self._mine[0]:
+            sys.exit = self._exit  # type: ignore[assignment]
+        if sys.excepthook is self._mine[1] and self._hook is not None:
+            sys.excepthook = self._hook
+        self._exit = None
+
+
+def code_of(status: Any) -> int:
+    """The exit code that ``sys.exit(status)`` means."""
+    if status is None:
+        return 0
+    return status & 0xFF if isinstance(status, int) else 1
+
+
+def discard_process_group() -> None:
+    """Drop the default process group without waiting for anybody; no error leaves here."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    try:
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+        if abort is not None and "nccl" in str(dist.get_backend()):
+            abort()  # destroy would wait for kernels that never finish
+        else:
+            dist.destroy_process_group()
+    except Exception:
+        traceback.clear_frames(sys.exc_info()[2])
+
+
+def silence_stderr() -> None:
+    """Point file descriptor 2 at nothing."""
+    flush(sys.stderr)
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+    except OSError:
+        pass
+
+
+def flush(stream: Any) -> None:
+    try:
+        stream.flush()
+    except (OSError, ValueError, AttributeError):  # closed, a broken pipe, or None under pythonw
+        pass
+
+
+def close_stdin() -> None:
+    try:
+        nowhere = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nowhere, 0)
+        os.close(nowhere)
+    except OSError:
+        pass
+
+
+def forget_parents_children() -> None:
+    # What multiprocessing's own fork does in its child: the parent's DataLoader workers are not ours to end.
+    from multiprocessing import process, util
+
+    children = getattr(process, "_children", None)
+    if isinstance(children, set):
+        children.clear()
+    registry = getattr(util, "_finalizer_registry", None)
+    if isinstance(registry, dict):
+        registry.clear()
+
+
+def quiet_hydra() -> None:
+    # A filter outlives the logging reconfiguration that Hydra does between the jobs of a sweep.
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] in ("hydra", "hydra_plugins"):
+            logging.getLogger(name).addFilter(_drop)
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+class WarnOnce:
+    """Shows each Python warning on one of the ranks: the one that gets to it first.
+
+    Args:
+        directory: shared by the ranks and private to them.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._mine: set[str] = set()
+        self._original: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        self._original, warnings.showwarning = warnings.showwarning, self._show
+
+    def restore(self) -> None:
+        if self._original is not None and warnings.showwarning == self._show:
+            warnings.showwarning = self._original
+        self._original = None
+
+    def _show(
+        self, message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        key = hashlib.sha256(f"{category.__name__} {filename}:{lineno}".encode()).hexdigest()[:20]
+        if key not in self._mine:
+            try:
+                os.close(os.open(self._directory / f"warned-{key}", os.O_CREAT | os.O_EXCL, 0o600))
+            except FileExistsError:
+                return
+            except OSError:  # the run is over: better twice than never
+                pass
+            self._mine.add(key)
+        assert self._original is not None
+        self._original(message, category, filename, lineno, file, line)
+
+
+class HydraErrors:
+    """Standard error of a child under ``@hydra.main``, which prints the traceback of its job itself.
+
+    What Hydra writes from "Error executing job" on is kept for the report instead of standing on the terminal once per
+    rank. Everything else passes through.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._kept: list[str] | None = None
+
+    @property
+    def kept(self) -> str:
+        return "".join(self._kept or ())
+
+    def release(self) -> None:
+        """A new job begins."""
+        self._kept = None
+
+    def write(self, text: str) -> int:
+        if self._kept is None and text.startswith("Error executing job with overrides"):
+            self._kept = []
+        if self._kept is not None:
+            self._kept.append(text)
+            return len(text)
+        return int(self._stream.write(text) or 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
