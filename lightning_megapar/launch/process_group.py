@@ -217,7 +217,9 @@ def _check_owner(store: dist.Store, identity: RunIdentity, rank: int, host: str,
         )
 
 
-def _agree(store: dist.Store, environment: ClusterEnvironment, identity: RunIdentity, rank: int, world: int) -> str:
+def _agree(
+    store: dist.Store, environment: ClusterEnvironment, identity: RunIdentity, rank: int, world: int, first: bool
+) -> str:
     """All ranks take rank 0's random id; without an identity, only after every place was claimed once."""
     if identity.run_id is not None:
         if rank == 0:
