@@ -39,8 +39,8 @@ class StepRecord:
         data_wait_seconds: time in this step that this rank waited for its loader.
         data_wait_share: the same as a share of training time, of the last ``Meter.window`` steps, in [0, 1].
         peak_memory_bytes: of this rank so far: allocated on its GPU, or resident on the CPU.
-        consumed_samples: samples of all data ranks since the run's start, where the strategy counts them.
-        seconds: since training began or resumed in this process.
+        samples: of all data ranks since training began or resumed in this process.
+        seconds: the same for wall time, validation and checkpoints included.
         eta_seconds: until the Trainer's last step at the mean pace of this process.
         total_steps: the Trainer's last step.
     """
@@ -54,7 +54,7 @@ class StepRecord:
     data_wait_seconds: float
     data_wait_share: float
     peak_memory_bytes: int
-    consumed_samples: int | None
+    samples: int
     seconds: float
     eta_seconds: float | None
     total_steps: int | None
@@ -132,7 +132,7 @@ class Meter:
         self._started = self._last = now
         self._first_step = self._step = step
         self._excluded = self._waited = self._step_waited = self._step_seconds = 0.0
-        self._tokens = 0
+        self._tokens = self._samples = 0
 
     # Driven by every MeteredCallback; only the first call for an event counts.
 
@@ -182,6 +182,7 @@ class Meter:
         self._step_waited += waited - self._waited
         self._last, self._excluded, self._waited = now, saving, waited
         self._tokens += token_count(batch)
+        self._samples += sample_count(batch)
         self._losses.append(self._loss(trainer, outputs))
         self._stepped = trainer.global_step != self._step
         if not self._stepped:
@@ -189,16 +190,15 @@ class Meter:
         self._step = trainer.global_step
         self._history.append((self._step_seconds, self._step_waited, self._tokens * data_ranks(trainer)))
         norm = trainer.callback_metrics.get("grad_norm")
-        self._record, self._pending = (
-            None,
-            {
-                "losses": self._losses,
-                "grad_norm": norm.detach().clone() if isinstance(norm, Tensor) else norm,
-                "waited": self._step_waited,
-                "lr": self._lr,
-                "now": now,
-            },
-        )
+        self._record = None
+        self._pending = {
+            "losses": self._losses,
+            "grad_norm": norm.detach().clone() if isinstance(norm, Tensor) else norm,
+            "waited": self._step_waited,
+            "samples": self._samples * data_ranks(trainer),
+            "lr": self._lr,
+            "now": now,
+        }
         self._losses, self._tokens, self._step_seconds, self._step_waited = [], 0, 0.0, 0.0
         return True
 
@@ -225,6 +225,7 @@ class Meter:
         losses: list[Tensor | float],
         grad_norm: Any,
         waited: float,
+        samples: int,
         lr: float | None,
         now: float,
     ) -> StepRecord:
@@ -233,7 +234,6 @@ class Meter:
         values = [value for value in map(as_float, losses) if value is not None]
         total = total_steps(trainer)
         elapsed, done = now - self._started, self._step - self._first_step
-        consumed = getattr(trainer.strategy, "consumed_samples", None)
         return StepRecord(
             step=self._step,
             epoch=trainer.current_epoch,
@@ -244,7 +244,7 @@ class Meter:
             data_wait_seconds=waited,
             data_wait_share=min(1.0, sum(entry[1] for entry in self._history) / seconds) if seconds > 0 else 0.0,
             peak_memory_bytes=peak_memory(trainer.strategy.root_device),
-            consumed_samples=consumed if isinstance(consumed, int) else None,
+            samples=samples,
             seconds=elapsed,
             eta_seconds=None if total is None or done < 1 else max(0, total - self._step) * elapsed / done,
             total_steps=total,
@@ -317,6 +317,11 @@ def token_count(batch: Any) -> int:
             if isinstance(batch.get(name), Tensor):
                 return int(batch[name].numel())
     return next((int(t.numel()) for t in _tensors(batch) if t.dim() > 1 and not t.is_floating_point()), 0)
+
+
+def sample_count(batch: Any) -> int:
+    """Samples in a batch: the first dimension of its first tensor that has one."""
+    return next((int(t.shape[0]) for t in _tensors(batch) if t.dim() > 0), 0)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -27,7 +27,8 @@ COLUMNS = (
     "epoch",
     "seconds",
 )
-"""In the file's order; meaning and units stand at :class:`~lightning_megapar.callbacks.meter.StepRecord`."""
+"""In the file's order; meaning and units stand at :class:`~lightning_megapar.callbacks.meter.StepRecord`. ``seconds``
+and ``consumed_samples`` (samples of all data ranks) count from the run's start and go on when it is resumed."""
 
 
 class MetricsCSV(MeteredCallback):
@@ -57,6 +58,7 @@ class MetricsCSV(MeteredCallback):
         self._columns: tuple[str, ...] = COLUMNS
         self._last_row_at = 0
         self._last_step: int | None = None
+        self._earlier: dict[str, float | None] = {}
 
     def path(self, trainer: Trainer) -> Path:
         """Where the file is."""
@@ -69,7 +71,13 @@ class MetricsCSV(MeteredCallback):
         self._close()
         path = self.path(trainer)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._columns = _prepare(path, trainer.global_step)
+        self._columns, last = _prepare(path, trainer.global_step)
+        # With rows at an interval, what happened since the last of them is not known.
+        known = trainer.global_step == (0 if last is None else int(last["step"]))
+        self._earlier = {
+            name: _number((last or {}).get(name, "") or "0") if known else None
+            for name in ("consumed_samples", "seconds")
+        }
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115 - lives until training ends
         self._last_row_at = self._file.seek(0, os.SEEK_END)
         self._last_step = None
@@ -94,7 +102,7 @@ class MetricsCSV(MeteredCallback):
 
     def _write(self, record: StepRecord, val_loss: float | None) -> None:
         assert self._file is not None
-        row = render(self._columns, {**vars(record), "val_loss": val_loss})
+        row = render(self._columns, self._values(record, val_loss))
         # A validation fills an empty cell of the row that stands last: the new text is longer than the old, so that one
         # write at the same place replaces it whole.
         if record.step != self._last_step:
@@ -103,6 +111,15 @@ class MetricsCSV(MeteredCallback):
         self._file.write(row)
         self._file.truncate()
         self._last_step = record.step
+
+    def _values(self, record: StepRecord, val_loss: float | None) -> dict[str, Any]:
+        samples, seconds = self._earlier["consumed_samples"], self._earlier["seconds"]
+        return {
+            **vars(record),
+            "val_loss": val_loss,
+            "consumed_samples": None if samples is None else int(samples) + record.samples,
+            "seconds": None if seconds is None else seconds + record.seconds,
+        }
 
     def _close(self) -> None:
         if self._file is not None:
@@ -116,8 +133,15 @@ def render(columns: tuple[str, ...], values: dict[str, Any]) -> bytes:
     return (",".join(cells) + "\n").encode()
 
 
-def _prepare(path: Path, step: int) -> tuple[str, ...]:
-    """Make ``path`` hold a header and only rows up to ``step``; returns its columns."""
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _prepare(path: Path, step: int) -> tuple[tuple[str, ...], dict[str, str] | None]:
+    """Make ``path`` hold a header and only rows up to ``step``; returns its columns and its last row."""
     old_columns, rows = _read(path)
     if rows and step == 0:
         number = 1
@@ -137,7 +161,7 @@ def _prepare(path: Path, step: int) -> tuple[str, ...]:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    return columns
+    return columns, kept[-1] if kept else None
 
 
 def _read(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
