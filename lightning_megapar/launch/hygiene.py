@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
@@ -69,6 +70,25 @@ def discard_process_group() -> None:
             dist.destroy_process_group()
     except Exception:
         traceback.clear_frames(sys.exc_info()[2])
+
+
+def process_groups_alive() -> list[Any]:
+    """Every process group, store and pending work that something in this process still refers to.
+
+    For the parent, before a fork: a child must keep them for ever. Their destructors join threads that only the parent
+    has, and crash or hang in a child that drops the last reference (an earlier Trainer, say, that the script rebinds).
+    """
+    wanted = (dist.ProcessGroup, dist.Store, dist.Work)
+    known: dict[type, bool] = {}
+    found = {}
+    for holder in gc.get_objects():
+        for held in gc.get_referents(holder):
+            kind = type(held)
+            if kind not in known:
+                known[kind] = any(base in wanted for base in kind.__mro__)
+            if known[kind]:
+                found[id(held)] = held
+    return list(found.values())
 
 
 def silence_stderr() -> None:

@@ -40,6 +40,8 @@ from lightning_megapar.launch.ranks import ForkedRanks, current_ranks
 DISMISS_WITHIN = 10.0
 """Seconds that ranks which a new launch does not need have to reach that launch themselves."""
 
+_STAGE_OF_HOOK = {"on_save_checkpoint": "checkpoint save", "on_load_checkpoint": "checkpoint load"}
+
 
 def make_launcher(strategy: Any) -> _Launcher:
     """The launcher for a strategy whose ``cluster_environment``, ``num_processes`` and ``num_nodes`` are known.
@@ -120,6 +122,9 @@ class _MegaParLauncher(_Launcher):
         return place_of(rank, layout) if isinstance(layout, Layout) else f"rank {rank}"
 
     def _stage(self) -> str:
+        hook = getattr(getattr(self.trainer, "lightning_module", None), "_current_fx_name", None)
+        if hook in _STAGE_OF_HOOK:
+            return _STAGE_OF_HOOK[hook]
         stage = getattr(self.strategy, "current_stage", None)
         return (stage() if stage is not None else "") or stage_of(self.trainer)
 

@@ -16,6 +16,7 @@ launch, in another Trainer perhaps, must find it.
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import random
@@ -32,6 +33,7 @@ from types import TracebackType
 from typing import NoReturn, TextIO, cast
 
 import torch
+import torch.distributed as dist
 
 from lightning_megapar.launch.hygiene import (
     ExitCode,
@@ -41,6 +43,7 @@ from lightning_megapar.launch.hygiene import (
     discard_process_group,
     flush,
     forget_parents_children,
+    process_groups_alive,
     quiet_hydra,
     silence_stderr,
 )
@@ -93,8 +96,11 @@ class ForkedRanks:
         self._code = ExitCode()
         self._warn_once = WarnOnce(self.directory)
         self._hydra_errors: HydraErrors | None = None
+        self._kept: list[object] = []  # of the parent's, in a child
 
     # ------------------------------------------------------------------ fork
+
+    _forks = 0
 
     @classmethod
     def fork(cls, size: int, scoped: bool = False) -> ForkedRanks:
@@ -107,8 +113,13 @@ class ForkedRanks:
         if _current is not None:
             raise RuntimeError("this process has forked its ranks already")
         ranks = cls(size, scoped)
+        ForkedRanks._forks += 1
         ranks._publish_environment()
         torch.set_num_threads(1)
+        gc.collect()  # what is dead dies here, where its threads are ...
+        if ForkedRanks._forks > 1 or dist.is_initialized():
+            ranks._kept = process_groups_alive()
+        gc.freeze()  # ... and what children inherit is never collected in them (nor are its pages copied)
         python_random = random.getstate()  # Python reseeds `random` in a forked child; torch and numpy do not
         for stream in (sys.stdout, sys.stderr):
             flush(stream)
@@ -123,6 +134,8 @@ class ForkedRanks:
                     _current = ranks
                     return ranks
                 ranks.children[rank] = child
+        gc.unfreeze()
+        ranks._kept = []
         _current = ranks
         if not scoped:
             ranks._code.watch()
