@@ -13,21 +13,25 @@ From somebody's own application::
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import ConfigCompositionException, HydraException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from lightning_megapar.config import ConfigError, nearest_name
-from lightning_megapar.hydra_app.sources import Found, Sources
-from lightning_megapar.hydra_app.tree import TreeCheck, defined_paths, nearest_setting
+from lightning_megapar.hydra_app.sources import Found, Sources, shown_path
+from lightning_megapar.hydra_app.tree import Problem, TreeCheck, defined_paths, join, nearest_setting
 
 if TYPE_CHECKING:
     from hydra._internal.defaults_list import DefaultsList
@@ -99,11 +103,12 @@ class SettingsCheck:
         self.sources = Sources(search_path, config_name, [])
         self._found: list[Found] = []
         self._given: dict[str, str] = {}
+        self._known_groups: set[str] = set()
 
     def run(self, overrides: Sequence[str], multirun: bool = False) -> list[Found]:
         """Every finding for a command's overrides; an empty list when the command is right."""
         found: list[Found] = []
-        for variation in _variations(overrides) if multirun else [list(overrides)]:
+        for variation in self._variations(overrides) if multirun else [list(overrides)]:
             found += [entry for entry in self._one(variation) if entry not in found]
         return found
 
@@ -114,13 +119,14 @@ class SettingsCheck:
             self._compose(overrides)
         except (ConfigCompositionException, OmegaConfBaseException, HydraException, YAMLError, ValueError) as error:
             # A file that Hydra itself cannot read: nothing further can be judged.
-            self._found.append(_from_error(error, self.config_name))
+            self._found.append(self._unreadable(error))
         seen: dict[Found, None] = dict.fromkeys(self.sources.found + self._found)
         return list(seen)
 
     def _compose(self, overrides: list[str]) -> None:
         groups = self.sources.groups()
         parsed = self._parse(overrides)
+        self._known_groups = self._standing()
         values = []
         for override in parsed:
             if override.key_or_group in groups and not isinstance(override.value(), dict):
@@ -140,7 +146,12 @@ class SettingsCheck:
         parsed = []
         for text in overrides:
             try:
-                parsed.append(parser.parse_override(text))
+                override = parser.parse_override(text)
+                if override.is_sweep_override():
+                    more = f"Add -m to run each value, or quote it: {override.get_key_element()}='[...]'"
+                    self._found.append(Found(text, "is a sweep over several values", COMMAND_LINE, None, more))
+                else:
+                    parsed.append(override)
             except HydraException as error:
                 reason = str(error).splitlines()[0]
                 self._found.append(Found(text, f"is not an override such as key=value: {reason}", COMMAND_LINE))
@@ -157,8 +168,14 @@ class SettingsCheck:
             self._found.append(
                 Found(f"{group}={option}", "unknown option", COMMAND_LINE, f"{group}={near}" if near else None, more)
             )
-        if not wrong:
-            self.group_overrides.append(override.input_line or "")
+        line = override.input_line or ""
+        if override.is_add() and override.package is None and group in self._known_groups:
+            more = f"To choose another option, type {line.lstrip('+')}"
+            self._found.append(Found(group, "is chosen already", COMMAND_LINE, None, more))
+        elif not wrong:
+            self.group_overrides.append(line)
+            if override.is_delete():
+                self._given[group] = line
 
     def _defaults(self, groups: dict[str, list[str]]) -> DefaultsList:
         """The defaults list; choices of groups that it does not hold are recorded and left out."""
@@ -173,12 +190,10 @@ class SettingsCheck:
                     raise
                 self.group_overrides.remove(blamed)
                 group = _group_of(blamed)
-                text, more = "is not among the defaults", f"To add the group, type +{blamed.lstrip('+~')}"
+                more = f"To add the group, type +{blamed.lstrip('+~')}" if group in groups else ""
                 if blamed.startswith("~"):
-                    more = "There is nothing to remove."
-                elif "more than once" in str(error) or "Multiple values" in str(error):
-                    text, more = "is chosen already", f"To choose another option, type {blamed.lstrip('+')}"
-                self._found.append(Found(blamed, text, COMMAND_LINE, None, more if group in groups else ""))
+                    more = "There is nothing to remove"
+                self._found.append(Found(blamed, "is not among the defaults", COMMAND_LINE, None, more))
 
     def _value_override(self, override: Override, config: DictConfig, legal: set[str]) -> bool:
         """Whether an override of a value can be applied; if not, what is wrong is recorded."""
@@ -197,13 +212,24 @@ class SettingsCheck:
                 Found(key, "is set already", COMMAND_LINE, None, f"To change it, type {line.lstrip('+')}")
             )
         elif present:
-            return True
+            return self._inside(override, config, legal)
         elif key in legal:
             more = f"It is a valid setting that no file sets: type +{line.lstrip('~')}"
             self._found.append(Found(key, "cannot be changed without +", COMMAND_LINE, None, more))
         else:
             self._found.append(Found(key, "unknown setting", COMMAND_LINE, nearest_setting(key, legal)))
         return False
+
+    def _inside(self, override: Override, config: DictConfig, legal: set[str]) -> bool:
+        """The keys inside a mapping that is merged into a node, as in ``model={num_layers: 8}``."""
+        value = override.value()
+        if not isinstance(value, dict) or override.is_delete():
+            return True
+        inside = [join(override.key_or_group, path) for path in defined_paths(OmegaConf.create(value))]
+        wrong = [path for path in inside if not _contains(config, path)]
+        for path in wrong:
+            self._found.append(Found(path, "unknown setting", COMMAND_LINE, nearest_setting(path, legal)))
+        return not wrong
 
     def _apply(self, good: list[Override]) -> DictConfig | None:
         """The configuration with all good overrides; those whose value Hydra refuses are recorded."""
@@ -222,21 +248,21 @@ class SettingsCheck:
             return None
 
     def _tree(self, config: DictConfig, defaults: DefaultsList) -> TreeCheck:
-        check = TreeCheck(self.schema, self._base(defaults), self.import_targets)
+        base = self._base(defaults) if self.schema is None else None
+        check = TreeCheck(self.schema, base, self.import_targets)
         check.run(_task_of(config))
         return check
 
     def _base(self, defaults: DefaultsList) -> set[str] | None:
         """Paths that the files define when no overlay is chosen, with the options that overlays choose."""
         choices = defaults.overrides.known_choices
-        standing = self._standing()
         chosen = [
             f"{group}={option}"
             for group, option in choices.items()
             if option is not None
             and group.split("@")[0] not in self.overlays
             and not group.startswith("hydra/")
-            and group in standing
+            and group in self._known_groups
         ]
         added = [o for o in self.group_overrides if o.startswith("+") and _group_of(o) not in self.overlays]
         try:
@@ -249,8 +275,12 @@ class SettingsCheck:
 
     def _standing(self) -> set[str]:
         """Groups in the defaults list of the files alone: these can be chosen without ``+``."""
-        defaults = self.sources.loader.compute_defaults_list(self.config_name, self._without_overlays(), RunMode.RUN)
-        return set(defaults.overrides.known_choices)
+        try:
+            return set(
+                self.sources.loader.compute_defaults_list(self.config_name, [], RunMode.RUN).overrides.known_choices
+            )
+        except (ConfigCompositionException, ValueError):
+            return set()
 
     def _without_overlays(self) -> list[str]:
         """Overrides that take every overlay out of the defaults list."""
@@ -260,15 +290,60 @@ class SettingsCheck:
             return []
         return [f"~{group}" for group in plain.overrides.known_choices if group in self.overlays]
 
+    def _variations(self, overrides: Sequence[str]) -> Iterable[list[str]]:
+        """A sweep as single commands: the first value of everything, then each further value on its own."""
+        parser = OverridesParser.create(config_loader=self.sources.loader)
+        first: list[str] = []
+        others: list[tuple[int, str]] = []
+        for index, text in enumerate(overrides):
+            try:
+                [override] = parser.parse_overrides([text])
+                values = list(override.sweep_string_iterator()) if override.is_discrete_sweep() else []
+                if override.is_interval_sweep():
+                    continue  # a sweeper draws from it: only the name could be judged
+            except HydraException:
+                values = []
+            first.append(f"{override.get_key_element()}={values[0]}" if values else text)
+            others += [(index, f"{override.get_key_element()}={value}") for value in values[1:]]
+        yield first
+        for index, text in others[:_MOST_VARIATIONS]:
+            yield [*first[:index], text, *first[index + 1 :]]
+
+    def _unreadable(self, error: BaseException) -> Found:
+        """What Hydra or the YAML reader complains about, with the file and line that it names."""
+        if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+            mark = error.problem_mark
+            shown = shown_path(Path(mark.name))
+            return Found(shown, f"is no YAML: {error.problem}", f"{shown}:{mark.line + 1}")
+        text = str(error).strip() or _reason(error)
+        if isinstance(error, MissingConfigException) and "primary config" in text:
+            names = self.sources.repository().get_group_options("", ObjectType.CONFIG)
+            near = nearest_name(str(self.config_name), names)
+            return Found(str(self.config_name), "unknown primary configuration", COMMAND_LINE, near)
+        named = re.match(r"In '([^']+)': (.*)", text, re.DOTALL)
+        file, said = (named.group(1), named.group(2)) if named else (self.config_name or "", text)
+        key = re.search(r"full_key: ([\w.]+)", text)
+        if key is not None and key.group(1).startswith("hydra."):
+            plain = self.sources.loader.load_configuration(None, [], RunMode.RUN)
+            near = nearest_setting(key.group(1), defined_paths(plain))
+            return Found(
+                key.group(1), "unknown setting", self.sources.where(file, key.group(1).rpartition(".")[2]), near
+            )
+        return Found(file, "cannot be read: " + " ".join(said.split("\n")[:3]), self.sources.where(file))
+
     def judge(self, task: DictConfig, defaults: list) -> list[Found]:  # type: ignore[type-arg]
         """The findings in a task's configuration itself, each with the place that set it."""
         base = self._base(self.sources.defaults(self.group_overrides)) if self.schema is None else None
         check = TreeCheck(self.schema, base, self.import_targets)
         origins = self.sources.origins(defaults)
-        return [
-            Found(problem.setting, problem.text, self._where(problem.setting, origins), problem.near)
-            for problem in check.run(task)
-        ]
+        found: dict[str, Found] = {}
+        for problem in check.run(task):
+            near = _also_defaults(problem)
+            entry = Found(problem.setting, problem.text, self._where(problem.setting, origins), near)
+            # A value that others refer to is wrong in each of their places: named once, with a hint if there is one.
+            if problem.setting not in found or (near and found[problem.setting].near is None):
+                found[problem.setting] = entry
+        return list(found.values())
 
     def _where(self, setting: str, origins: dict[str, str]) -> str:
         path = setting
@@ -279,7 +354,7 @@ class SettingsCheck:
                 return origins[path]
             cut = max(path.rfind("."), path.rfind("["))
             path = path[:cut] if cut > 0 else ""
-        return "set by the program"
+        return "in no file"
 
 
 def _task_of(config: DictConfig) -> DictConfig:
@@ -292,6 +367,12 @@ def _task_of(config: DictConfig) -> DictConfig:
 
 def _group_of(override: str) -> str:
     return override.lstrip("+~").split("=", 1)[0]
+
+
+def _also_defaults(problem: Problem) -> str | None:
+    """The nearest setting; at the top of a file it may also be the word ``defaults`` that was meant."""
+    misspelt = get_close_matches(problem.setting, ["defaults"], n=1, cutoff=0.7)
+    return misspelt[0] if misspelt and problem.text.startswith("unknown") else problem.near
 
 
 def _contains(config: DictConfig, key: str) -> bool:
@@ -311,36 +392,7 @@ def _contains(config: DictConfig, key: str) -> bool:
     return True
 
 
-def _variations(overrides: Sequence[str]) -> Iterable[list[str]]:
-    """A sweep as single commands: the first value of everything, then each further value on its own."""
-    parser = OverridesParser.create()
-    first: list[str] = []
-    others: list[tuple[int, str]] = []
-    for index, text in enumerate(overrides):
-        try:
-            override = parser.parse_override(text)
-            values = list(override.sweep_string_iterator()) if override.is_discrete_sweep() else []
-        except (HydraException, AssertionError):
-            values = []
-        first.append(f"{override.get_key_element()}={values[0]}" if values else text)
-        others += [(index, f"{override.get_key_element()}={value}") for value in values[1:]]
-    yield first
-    for index, text in others[:_MOST_VARIATIONS]:
-        yield [*first[:index], text, *first[index + 1 :]]
-
-
 def _reason(error: BaseException) -> str:
     cause = error.__cause__ if error.__cause__ is not None else error
     text = str(cause).strip() or str(error).strip() or type(cause).__name__
     return text.splitlines()[0]
-
-
-def _from_error(error: BaseException, config_name: str | None) -> Found:
-    """Hydra's own complaint as a finding: the file that it names, and what it says first."""
-    text = str(error).strip() or _reason(error)
-    first = text.splitlines()
-    where = config_name or "configuration"
-    if text.startswith("In '"):
-        where, _, rest = text[4:].partition("'")
-        first = rest.lstrip(": ").splitlines()
-    return Found(f"{where}", f"cannot be read: {' '.join(line.strip() for line in first[:3])}", where)

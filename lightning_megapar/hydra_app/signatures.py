@@ -100,7 +100,9 @@ def parameters(function: Callable[..., Any]) -> Parameters:
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    owner = function.__init__ if inspect.isclass(function) else function  # type: ignore[misc]
+    owner: Any = function
+    if inspect.isclass(function) and not is_dataclass(function):  # a dataclass's fields may come from several modules
+        owner = function.__init__  # type: ignore[misc]
     try:
         return typing.get_type_hints(inspect.unwrap(owner))
     except Exception:

@@ -45,7 +45,7 @@ class Found:
         name = repr(self.setting)
         said = f"{self.text} {name}" if self.text.startswith("unknown") else f"{name} {self.text}"
         hint = f"; did you mean {self.near!r}?" if self.near else ""
-        return f"{said} ({self.where}){hint}" + (f" {self.more}" if self.more else "")
+        return f"{said} ({self.where}){hint}" + (f"{'' if hint else '.'} {self.more}" if self.more else "")
 
 
 class _Repairable(ConfigRepository):
@@ -194,7 +194,7 @@ class Sources:
             name = config_path if config_path.endswith(".yaml") else f"{config_path}.yaml"
             if source.scheme() == "file":
                 path = Path(source.path) / name
-                return _shown(path), path.read_text(encoding="utf-8")
+                return shown_path(path), path.read_text(encoding="utf-8")
             if source.scheme() == "pkg":
                 from importlib import resources
 
@@ -217,7 +217,7 @@ class Sources:
         return found
 
 
-def _shown(path: Path) -> str:
+def shown_path(path: Path) -> str:
     """A path relative to where the command was typed, when it lies below."""
     absolute = os.path.realpath(path)
     relative = os.path.relpath(absolute)

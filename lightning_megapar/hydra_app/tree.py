@@ -34,6 +34,29 @@ from lightning_megapar.hydra_app.signatures import (
     parameters,
 )
 
+HABITS: dict[str, str] = {
+    "batch_size": "global_batch_size",
+    "block_size": "sequence_length",
+    "checkpoint": "resume",
+    "ckpt_path": "resume",
+    "context_length": "sequence_length",
+    "d_model": "hidden_size",
+    "epochs": "max_epochs",
+    "gpus": "devices",
+    "grad_clip": "gradient_clip_val",
+    "learning_rate": "lr",
+    "n_embd": "hidden_size",
+    "n_head": "num_heads",
+    "n_layer": "num_layers",
+    "num_gpus": "devices",
+    "output_dir": "run_dir",
+    "path": "source",
+    "save_dir": "run_dir",
+    "seq_len": "sequence_length",
+    "steps": "max_steps",
+}
+"""Names that other training scripts use for settings that exist here."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -81,18 +104,21 @@ class TreeCheck:
         self.import_targets = import_targets
         self.problems: list[Problem] = []
         self.all_paths: set[str] = set()
+        self._raw: Any = {}
         self.legal: set[str] = set()
         """Every setting that would be accepted, set or not."""
 
     def run(self, config: DictConfig) -> list[Problem]:
         self.all_paths = defined_paths(config)
+        self._raw = OmegaConf.to_container(config, resolve=False)
         self._node(config, "", self.schema if self.schema is not None else Any)
         unknown = [p for p in self.problems if p.text.startswith("unknown")]
         self.legal -= {p.setting for p in unknown}
-        self.problems = [
+        named = [
             Problem(p.setting, p.text, nearest_setting(p.setting, self.legal)) if p in unknown and p.near is None else p
             for p in self.problems
         ]
+        self.problems = list(dict.fromkeys(named))
         return self.problems
 
     def _node(self, node: DictConfig, path: str, annotation: Any) -> None:
@@ -101,7 +127,10 @@ class TreeCheck:
             return
         kind = dataclass_in(annotation)
         if kind is not None:
-            self._children(node, path, dataclass_parameters(kind))
+            known = dataclass_parameters(kind)
+            self._children(node, path, known)
+            absent = [join(path, name) for name in known.required if name not in node]
+            self.problems += [Problem(name, "is missing") for name in absent]
             return
         if annotation is Target:
             near = get_close_matches("_target_", [str(key) for key in node], n=1, cutoff=0.6)
@@ -128,7 +157,7 @@ class TreeCheck:
             return
         found = _signature(target)
         if isinstance(found, TargetError):
-            self.problems.append(Problem(join(path, "_target_"), f"{target!r}: {found.reason}", found.nearest))
+            self.problems.append(Problem(join(path, "_target_"), f"is {target!r}, but {found.reason}", found.nearest))
             self._children(node, path, Parameters(open=True))
             return
         self._children(node, path, found)
@@ -154,7 +183,7 @@ class TreeCheck:
         expected = None if targeted else mismatch(plain, annotation)
         if expected is not None:
             shown = "a mapping" if isinstance(plain, dict) else "a list" if isinstance(plain, list) else repr(plain)
-            self.problems.append(Problem(path, f"is {shown}; expected {expected}"))
+            self.problems.append(Problem(self._source(path), f"is {shown}; expected {expected}"))
         if isinstance(value, DictConfig):
             self._node(value, path, annotation)
         elif isinstance(value, ListConfig):
@@ -167,19 +196,40 @@ class TreeCheck:
         try:
             return node[key]
         except (InterpolationKeyError, InterpolationToMissingValueError) as error:
-            raw = OmegaConf.to_container(node, resolve=False)
-            text = raw[key]  # type: ignore[index,call-overload]
+            source = self._source(path)
             wanted = re.search(r"'([^']+)'", str(error))
-            near = nearest_setting(wanted.group(1), self.all_paths) if wanted else None
-            self.problems.append(Problem(path, f"is {text!r}, which refers to nothing", near))
+            near = nearest_setting(wanted.group(1), self.all_paths - {path, source}) if wanted else None
+            self.problems.append(Problem(source, f"is {self._at(source)!r}, which refers to nothing", near))
         except MissingMandatoryValue:
-            self.problems.append(Problem(path, "must be given"))
+            self.problems.append(Problem(self._source(path), "must be given"))
         except OmegaConfBaseException:
             pass  # a resolver that needs a running job, such as ${hydra:...}
         return _UNREADABLE
 
+    def _at(self, path: str) -> Any:
+        """The value at a path as the files spell it; ``None`` where there is none."""
+        node = self._raw
+        for part in path.replace("[", ".").replace("]", "").split("."):
+            if isinstance(node, dict) and part in node:
+                node = node[part]
+            elif isinstance(node, list) and part.isdigit() and int(part) < len(node):
+                node = node[int(part)]
+            else:
+                return None
+        return node
+
+    def _source(self, path: str) -> str:
+        """The setting that a value really comes from: interpolations such as ``${seed}`` are followed."""
+        for _ in range(20):
+            spelt = _INTERPOLATION.fullmatch(str(self._at(path)))
+            if spelt is None or self._at(spelt.group(1)) is None:
+                break
+            path = spelt.group(1)
+        return path
+
 
 _UNREADABLE = object()
+_INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 
 
 def defined_paths(config: DictConfig) -> set[str]:
@@ -216,8 +266,8 @@ def nearest_setting(setting: str, legal: Iterable[str]) -> str | None:
         return max(paths, key=lambda path: SequenceMatcher(None, setting, path).ratio())
 
     siblings = [path.rpartition(".")[2] for path in candidates if path.rpartition(".")[0] == parent]
-    if name in FOREIGN_NAMES and name not in siblings:
-        ours = FOREIGN_NAMES[name].split()[0]
+    if (name in FOREIGN_NAMES or name in HABITS) and name not in siblings:
+        ours = FOREIGN_NAMES.get(name, HABITS.get(name, "")).split()[0]
         if ours in siblings:
             return join(parent, ours)
         if ours in by_name:
