@@ -1,0 +1,123 @@
+"""Data loaders follow the data rank: samplers, worker seeds, and where an interrupted epoch goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_megapar.config import ConfigError, divisors, nearest
+from lightning_megapar.data.sampler import ResumableSampler
+
+
+def prepare_loader(
+    loader: Any,
+    *,
+    data_rank: int,
+    data_size: int,
+    seed: int,
+    training: bool,
+    predicting: bool,
+    num_microbatches: int,
+    inject_sampler: bool,
+    consumed: int = 0,
+    consumed_epoch: int = 0,
+    worker_init: Callable[[int], None] | None = None,
+) -> Any:
+    """What the strategy's ``process_dataloader`` returns.
+
+    A plain ``DataLoader`` over a map-style dataset (sequential or random order) gets a :class:`ResumableSampler`: its
+    order depends on the seed and the epoch only, its slice on the data rank, and an interrupted epoch continues after
+    ``consumed`` samples. A loader that does not shuffle stays unshuffled. A loader with a sampler of the user's own is
+    left alone with one data rank, wrapped as Lightning does with several. Workers are seeded by data rank, so that
+    tensor and pipeline peers, which must see the same batch, draw the same augmentations.
+
+    Raises:
+        ConfigError: when the training batch size is not divisible by the number of microbatches.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader
+    if training and num_microbatches > 1 and loader.batch_size and loader.batch_size % num_microbatches:
+        good = nearest(loader.batch_size, [num_microbatches * k for k in range(1, loader.batch_size + 2)])
+        raise ConfigError(
+            f"batch_size={loader.batch_size} (per data rank) is not divisible by num_microbatches={num_microbatches}; "
+            f"nearest valid batch sizes: {', '.join(map(str, good))}; or num_microbatches in "
+            f"{[d for d in divisors(loader.batch_size) if d > 1] or [1]}"
+        )
+    if inject_sampler:
+        loader = _with_sampler(loader, data_rank, data_size, seed, training, predicting, consumed, consumed_epoch)
+    if loader.num_workers > 0 and data_size >= 1:
+        seeded = partial(_init_worker, rank=data_rank, before=loader.worker_init_fn, also=worker_init)
+        loader.worker_init_fn = seeded
+    return loader
+
+
+def _init_worker(
+    worker_id: int,
+    rank: int,
+    before: Callable[[int], None] | None,
+    also: Callable[[int], None] | None,
+) -> None:
+    if also is not None:
+        also(worker_id)
+    if before is None:
+        pl_worker_init_function(worker_id, rank)
+    else:
+        before(worker_id)
+
+
+def _with_sampler(
+    loader: DataLoader,
+    data_rank: int,
+    data_size: int,
+    seed: int,
+    training: bool,
+    predicting: bool,
+    consumed: int,
+    consumed_epoch: int,
+) -> DataLoader:
+    if has_iterable_dataset(loader):
+        if data_size > 1:
+            rank_zero_warn(
+                f"an IterableDataset is not split over the {data_size} data ranks; split it in the dataset by "
+                "trainer.strategy.distributed_sampler_kwargs (num_replicas, rank), or every rank sees the same rows"
+            )
+        return loader
+    sampler = loader.sampler
+    plain_batches = type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
+    if isinstance(sampler, DistributedSampler):
+        return loader
+    if plain_batches and type(sampler) in (RandomSampler, SequentialSampler):
+        shuffle = type(sampler) is RandomSampler
+        if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(loader.dataset)):  # type: ignore[arg-type]
+            return _wrapped(loader, data_rank, data_size, seed)
+        resumable = ResumableSampler(
+            num_samples=len(loader.dataset),  # type: ignore[arg-type]
+            batch_size=loader.batch_size,  # type: ignore[arg-type]
+            data_rank=data_rank,
+            data_size=data_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=loader.drop_last if not predicting else False,
+            pad=not training,
+        )
+        if training and consumed:
+            resumable.resume(consumed, consumed_epoch)
+        return _update_dataloader(loader, resumable)
+    return _wrapped(loader, data_rank, data_size, seed)
+
+
+def _wrapped(loader: DataLoader, data_rank: int, data_size: int, seed: int) -> DataLoader:
+    if data_size == 1:
+        return loader
+    wrapped = DistributedSamplerWrapper(
+        loader.sampler, num_replicas=data_size, rank=data_rank, shuffle=False, seed=seed
+    )
+    return _update_dataloader(loader, wrapped)

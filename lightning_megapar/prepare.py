@@ -1,0 +1,163 @@
+"""Turn the user's module into this rank's share of it, in the one order that works.
+
+Names are recorded, values taken from rank 0, the pipeline cut made, layers sharded, meta parameters materialised and
+initialised by name, the device and dtype set, FSDP2 applied, hooks installed. The user's class stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_megapar.config import ConfigError, Layout, ParallelConfig
+from lightning_megapar.data_parallel.parameters import (
+    LogicalParameter,
+    ModuleNames,
+    collect_parameters,
+    partial_parameter_names,
+)
+from lightning_megapar.data_parallel.zero import ZeroUnits
+from lightning_megapar.mesh import ParallelMesh
+from lightning_megapar.pipeline.cut import StageCut, StagePlan, plan_stages
+from lightning_megapar.sharding.apply import shard_module
+from lightning_megapar.sharding.initialise import initialise_by_name
+from lightning_megapar.stage_metrics import connect_metrics
+
+
+@dataclass(frozen=True)
+class PreparedModule:
+    """This rank's share of a module and what is known about it.
+
+    Args:
+        layout: the layout it was prepared for.
+        names: names of the whole module.
+        parameters: what this rank holds.
+        plan, cut: the pipeline's, ``None`` without one.
+        zero: FSDP2 units, ``None`` for zero_stage 0.
+        metrics: attribute name -> metric to log.
+        stages: canonical parameter name -> stages that hold it.
+    """
+
+    layout: Layout
+    names: ModuleNames
+    parameters: list[LogicalParameter]
+    plan: StagePlan | None
+    cut: StageCut | None
+    zero: ZeroUnits | None
+    metrics: dict[str, Metric]
+    stages: dict[str, tuple[int, ...]]
+
+
+def prepare_module(
+    module: nn.Module,
+    mesh: ParallelMesh,
+    config: ParallelConfig,
+    *,
+    device: torch.device,
+    seed: int,
+    keep: Mapping[str, str] | None = None,
+    convert: Callable[[nn.Module], nn.Module] = lambda m: m,
+) -> PreparedModule:
+    """Cut, shard and place ``module`` in place. All ranks call it with the same (whole) module.
+
+    Args:
+        module: real values or the meta device, or a mixture.
+        mesh, config: the ranks and the options.
+        device: where this rank computes.
+        seed: of the initialisation of meta parameters that have no seed of their own.
+        keep: the pipeline cut's placements where registration order guesses wrong.
+        convert: the precision plugin's ``convert_module``.
+
+    Raises:
+        ConfigError: what cannot be cut or sharded, naming the setting and the nearest valid values.
+    """
+    names = ModuleNames.record(module)
+    pipeline = mesh.size("pipeline")
+    plan = cut = None
+    if pipeline > 1:
+        plan = plan_stages(module, pipeline, stack=config.pipeline_stack, split=config.pipeline_split, keep=keep)
+    if mesh.layout.world_size > 1:
+        _take_values_of_rank_zero(module, device)
+    if plan is not None:
+        cut = StageCut(module, plan, mesh.coordinate("pipeline"))
+    shard_module(module, mesh.submesh("tensor"), config.sequence_parallel and mesh.size("tensor") > 1)
+    initialise_by_name(module, seed, device=device)
+    module.to(device)
+    convert(module)
+    _refuse_meta(module)
+    zero = None
+    sharded: set[str] = set()
+    data = mesh.submesh("data")
+    if config.zero_stage == 1 and data is not None:
+        zero = ZeroUnits(module, _blocks(module, plan), data)
+        managed = zero.parameter_ids()
+        sharded = {
+            names.canonical[name]
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if id(parameter) in managed
+        }
+    if cut is not None:
+        cut.install_hooks()
+    stages = _stages_of(module, names, mesh)
+    parameters = collect_parameters(module, names, stages, partial_parameter_names(module, names), sharded)
+    return PreparedModule(mesh.layout, names, parameters, plan, cut, zero, connect_metrics(module, mesh), stages)
+
+
+def _blocks(module: nn.Module, plan: StagePlan | None) -> list[nn.Module]:
+    """The units that FSDP2 shards one by one: the stack's blocks when there is a stack at all."""
+    from lightning_megapar.pipeline.cut import find_stack
+
+    try:
+        _, stack = find_stack(module, plan.stack if plan is not None else None)
+    except ConfigError:
+        return []
+    return list(stack.children())
+
+
+@torch.no_grad()
+def _take_values_of_rank_zero(module: nn.Module, device: torch.device) -> None:
+    """Unseeded scripts build different values on every rank; all take rank 0's, as under DDP."""
+    seen: set[int] = set()
+    for value in (*module.parameters(), *module.buffers()):
+        if value.is_meta or id(value) in seen or value.numel() == 0:
+            continue
+        seen.add(id(value))
+        moved = value.data.to(device).contiguous()
+        dist.broadcast(moved, src=0)
+        if moved.data_ptr() != value.data_ptr():
+            value.data.copy_(moved)
+
+
+def _refuse_meta(module: nn.Module) -> None:
+    left = [name for name, p in module.named_parameters() if p.is_meta]
+    if left:
+        raise ConfigError(f"parameters are still on the meta device after initialisation: {left[:5]}")
+
+
+def _stages_of(module: nn.Module, names: ModuleNames, mesh: ParallelMesh) -> dict[str, tuple[int, ...]]:
+    """Stages holding each parameter; the union of the stages must be the whole module."""
+    held = {names.canonical[name] for name, _ in module.named_parameters(remove_duplicate=False)}
+    if mesh.size("pipeline") == 1:
+        everyone: list[Any] = [sorted(held)]
+    else:
+        everyone = [None] * mesh.size("pipeline")
+        dist.all_gather_object(everyone, sorted(held), group=mesh.group("pipeline"))
+    stages: dict[str, list[int]] = {}
+    for stage, found in enumerate(everyone):
+        for name in found:
+            stages.setdefault(name, []).append(stage)
+    lost = [name for name in names.parameters if name not in stages]
+    if lost:
+        raise ConfigError(f"no pipeline stage holds {lost[:5]}: the cut would drop them")
+    return {name: tuple(found) for name, found in stages.items()}
+
+
+def local_state(module: nn.Module, names: ModuleNames) -> dict[str, Tensor]:
+    """This rank's part of the whole module's ``state_dict``, tied values once under their canonical name."""
+    return {names.canonical.get(key, key): value for key, value in module.state_dict().items()}

@@ -1,0 +1,381 @@
+"""One training, validation, test or predict step as a pipeline of microbatches.
+
+The user's own step runs unchanged, once per microbatch and stage. A training step runs the whole schedule, forwards
+and backwards, inside Lightning's ``training_step``; its gradients wait in a stash, and the loss handed to Lightning is
+a proxy whose backward moves them into ``.grad``. Lightning's order of hooks (zero_grad, on_before_backward, an
+overridden ``backward``, on_after_backward, clipping, step), accumulation and loss scaling then work as always.
+
+The loss rule, for microbatches ``i`` of all data ranks: without a word from the user, the gradient is that of the mean
+of the microbatch losses weighted by samples, divided by ``accumulate_grad_batches`` as in Lightning. When the step
+returns ``{"loss": mean over valid tokens, "num_valid_tokens": n}``, it is that of ``sum(n_i loss_i) / sum(n_i)`` over
+microbatches, data ranks and the whole accumulation window: the loss of one big batch.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_megapar.batches import batch_size_of, detach, join_outputs, split_batch
+from lightning_megapar.data_parallel.gradients import GradientReducer
+from lightning_megapar.data_parallel.parameters import LogicalParameter, trainable
+from lightning_megapar.data_parallel.zero import ZeroUnits
+from lightning_megapar.mesh import ParallelMesh
+from lightning_megapar.pipeline.cut import StageCut, StageError, contains_nan
+from lightning_megapar.pipeline.runtime import PipelineRuntime, boundary_tensors
+from lightning_megapar.pipeline.schedules import Schedule, build_schedule
+from lightning_megapar.step_log import LogExchange, LogRecorder, StepReport
+
+
+class StepContractError(RuntimeError):
+    """The user's step returned something that a pipelined or data-parallel step cannot use."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves for the strategy.
+
+    Args:
+        output: what Lightning gets.
+        report: reduced logs, loss and flags; the same on every rank.
+        samples: samples of this rank's batch.
+    """
+
+    output: Any
+    report: StepReport
+    samples: int
+
+
+@dataclass
+class _Window:
+    """An accumulation window: from a zero_grad to an optimizer step."""
+
+    is_open: bool = False
+    by_tokens: bool = False
+    unit: float = 0.0
+    weight: float = 0.0
+
+
+class _HandOver(torch.autograd.Function):
+    """Proxy loss: its value is the step's loss, its backward installs the step's gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, install: Callable[[Tensor], None]) -> Tensor:
+        ctx.install = install
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None]:
+        ctx.install(grad_outputs[0])
+        return torch.zeros_like(grad_outputs[0]), None, None
+
+
+class Stepper:
+    """Runs steps on one rank.
+
+    Args:
+        mesh: the ranks.
+        device: this rank's device.
+        parameters: this rank's logical parameters.
+        cut: this stage's share of the module, ``None`` without a pipeline.
+        zero: FSDP2 units, ``None`` for zero_stage 0.
+        schedule: schedule name.
+        num_microbatches: microbatches per batch (fewer for a ragged last batch).
+        seed: of the per-microbatch random streams.
+        forward_context: makes the precision plugin's context around one forward.
+    """
+
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        device: torch.device,
+        parameters: Sequence[LogicalParameter],
+        *,
+        cut: StageCut | None = None,
+        zero: ZeroUnits | None = None,
+        schedule: str = "1f1b",
+        num_microbatches: int = 1,
+        seed: int = 0,
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.mesh = mesh
+        self.device = device
+        self.cut = cut
+        self.zero = zero
+        self.schedule_name = schedule
+        self.num_microbatches = num_microbatches
+        self.seed = seed
+        self.forward_context = forward_context
+        self.parameters = trainable(parameters)
+        # The same on every stage, whether or not it sees the loss.
+        double = any(record.parameter.dtype == torch.float64 for record in parameters)
+        self._loss_dtype = torch.float64 if double else torch.float32
+        self.runtime = PipelineRuntime(mesh, device)
+        self.reducer = GradientReducer(parameters, mesh)
+        self.exchange = LogExchange(mesh, device)
+        self.steps = 0
+        self._token_unit: float | None = None
+        self._window = _Window()
+        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._verified = cut is None
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+
+    # -- pieces shared by training and evaluation --------------------------------------------------------------------
+
+    def _schedule(self, name: str, microbatches: int) -> Schedule:
+        key = (name, microbatches)
+        if key not in self._schedules:
+            self._schedules[key] = build_schedule(name, self.mesh.size("pipeline"), microbatches)
+        return self._schedules[key]
+
+    def _seed_microbatch(self, microbatch: int) -> None:
+        """Layout-free random streams: the same on tensor ranks, different per data rank and microbatch."""
+        if self.mesh.layout.world_size == 1:
+            return
+        place = f"{self.seed}:{self.steps}:{self.mesh.coordinate('data')}:{microbatch}"
+        torch.manual_seed(zlib.crc32(place.encode()))
+
+    def _call(self, step: Callable[[], Any], microbatch: int, received: Any) -> tuple[bool, Any]:
+        self._seed_microbatch(microbatch)
+        with self.forward_context():
+            finished, value = (True, step()) if self.cut is None else self.cut.call(step, received)
+        if not self._verified:
+            # Poison of a stand-in shows as NaN; ask once, on the first step, so that later steps do not synchronise.
+            tensors = boundary_tensors(value)
+            clean = received is None or not contains_nan(boundary_tensors(received))
+            if clean and self.cut is not None and self.cut.outside_names and contains_nan(tensors):
+                raise StageError(self.cut.explain_poison())
+        return finished, value
+
+    def _unit(self, window: _Window, samples: int) -> float:
+        """The weight that counts as 1 while microbatch losses are scaled."""
+        if window.by_tokens:
+            return window.unit
+        return self._token_unit or float(samples * self.mesh.size("data"))
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        *,
+        results: Any,
+        accumulate: int,
+        is_last_of_window: bool,
+        loss_scale: float = 1.0,
+        flag: float = 0.0,
+    ) -> StepResult:
+        """Run one training batch.
+
+        Args:
+            step: the user's ``training_step`` with everything but the batch bound.
+            batch: this rank's batch (the same on all stages and tensor ranks of a data rank).
+            results: Lightning's result collection, on which ``self.log`` is recorded.
+            accumulate: ``accumulate_grad_batches`` in force.
+            is_last_of_window: whether the optimizer steps after this batch.
+            loss_scale: a GradScaler's current scale.
+            flag: shown to every rank in the report.
+
+        Raises:
+            StepContractError: a loss without gradient, a ``None`` loss, ``num_valid_tokens`` on some microbatches only.
+        """
+        pieces = split_batch(batch, self.num_microbatches)
+        samples = sum(count for _, count in pieces)
+        window = self._window
+        if not window.is_open:
+            # Lightning zeroes gradients only after training_step; free them before the forwards need the memory.
+            self._window = window = _Window(is_open=True)
+            for record in self.parameters:
+                record.parameter.grad = None
+        kept = [record.parameter.grad for record in self.parameters]
+        for record in self.parameters:
+            record.parameter.grad = None
+
+        # While the schedule runs, microbatch losses are weighted in units of ``unit``; what is missing to the true
+        # weight is a factor that is exactly 1 in the ordinary case and applied when the gradients are handed over.
+        unit = self._unit(window, samples)
+        scale = loss_scale / accumulate
+        recorder = LogRecorder()
+        losses: list[Tensor] = []
+        weights: list[float] = []
+        by_tokens: list[bool] = []
+        outputs: list[Any] = []
+
+        def forward(microbatch: int, received: Any) -> tuple[bool, Any]:
+            piece, count = pieces[microbatch]
+            recorder.begin_microbatch(microbatch, count)
+            with recorder.attached(results):
+                finished, value = self._call(lambda: step(piece), microbatch, received)
+            if finished:
+                loss, tokens = _loss_of(value)
+                losses.append(loss.detach())
+                weights.append(float(count) if tokens is None else tokens)
+                by_tokens.append(tokens is not None)
+                outputs.append(detach(value))
+                return True, (loss, weights[-1])
+            return False, value
+
+        def backward(microbatch: int, result: tuple[Tensor, float]) -> None:
+            loss, weight = result
+            if weight:
+                (loss * (weight / unit * scale)).backward()
+            elif self.mesh.size("pipeline") > 1 or self.zero is not None:
+                (loss * 0.0).nan_to_num().backward()  # peers wait for this microbatch's gradients
+
+        if self.zero is not None:
+            self.zero.hold()
+        release = self.zero.release if self.zero is not None and is_last_of_window else None
+        self.runtime.run(self._schedule(self.schedule_name, len(pieces)), forward, backward, release)
+        if len(set(by_tokens)) > 1:
+            raise StepContractError("training_step returned num_valid_tokens for some microbatches only")
+        self._verified = True
+
+        if by_tokens and by_tokens[0]:
+            _weigh_by_tokens(recorder, weights)
+        loss_sum = (
+            torch.stack(losses).double() @ torch.tensor(weights, dtype=torch.float64, device=losses[0].device)
+            if losses
+            else 0.0
+        )
+        tokens_flag = 1.0 if by_tokens and by_tokens[0] else 0.0
+        report = self.exchange.exchange(recorder, loss_sum, sum(weights), flag + 2.0 * tokens_flag)
+        window.by_tokens = any(f >= 2.0 for f in report.flags)
+        report = StepReport(
+            report.loss,
+            report.weight,
+            tuple(f % 2.0 for f in report.flags),
+            report.entries,
+            report.values,
+            report.weights,
+        )
+        if not window.weight and window.by_tokens:
+            # The first window guessed its unit from this rank's samples; from here on all ranks share one.
+            window.unit = unit if self.zero is not None else self._token_unit or report.weight
+            self._token_unit = self._token_unit or report.weight
+        window.weight += report.weight
+        self.steps += 1
+
+        stash = [record.parameter.grad for record in self.parameters]
+        for record, old in zip(self.parameters, kept):
+            record.parameter.grad = old
+
+        def install(incoming: Tensor) -> None:
+            self._install(stash, float(incoming) / scale, unit, report.weight, accumulate, is_last_of_window)
+
+        value = torch.tensor(report.loss, dtype=self._loss_dtype, device=self.device)
+        proxy = _HandOver.apply(self._anchor, value, install)
+        return StepResult(_with_loss(outputs, proxy), report, samples)
+
+    @torch.no_grad()
+    def _install(
+        self,
+        stash: list[Tensor | None],
+        factor: float,
+        unit: float,
+        weight: float,
+        accumulate: int,
+        is_last: bool,
+    ) -> None:
+        """Move the stash into ``.grad``; at the window's end sum over the ranks and settle the scale."""
+        window = self._window
+        # With FSDP2 the window's gradients arrive together at its end, so the scale is settled there as well.
+        if self.zero is not None:
+            per_batch = 1.0
+        elif window.by_tokens:
+            per_batch = _exact(unit / window.unit)
+        else:
+            per_batch = _exact(factor * unit / weight)
+        for record, gradient in zip(self.parameters, stash):
+            if gradient is None:
+                continue
+            parameter = record.parameter
+            if per_batch != 1.0:
+                gradient.mul_(per_batch)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        if not is_last:
+            return
+        final = 1.0
+        if window.by_tokens:
+            final = _exact(factor * accumulate * window.unit / window.weight)
+        elif self.zero is not None:
+            final = _exact(factor * unit / weight)
+        self.reducer.reduce(final)
+        self._window = _Window()
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluate(self, step: Callable[[Any], Any], batch: Any, *, results: Any, flag: float = 0.0) -> StepResult:
+        """Run one validation, test or predict batch forward only.
+
+        Returns:
+            on the last stage the microbatches' outputs joined, ``None`` elsewhere.
+        """
+        pieces = split_batch(batch, self.num_microbatches)
+        recorder = LogRecorder()
+        outputs: list[Any] = []
+        weights: list[float] = []
+
+        def forward(microbatch: int, received: Any) -> tuple[bool, Any]:
+            piece, count = pieces[microbatch]
+            recorder.begin_microbatch(microbatch, count)
+            with recorder.attached(results):
+                finished, value = self._call(lambda: step(piece), microbatch, received)
+            if finished:
+                outputs.append(detach(value))
+                tokens = value.get("num_valid_tokens") if isinstance(value, dict) else None
+                weights.append(float(count) if tokens is None else float(tokens))
+            return finished, value
+
+        self.runtime.run(self._schedule("forward", len(pieces)), forward)
+        self._verified = True
+        if outputs and isinstance(outputs[0], dict) and "num_valid_tokens" in outputs[0]:
+            _weigh_by_tokens(recorder, weights)
+        report = self.exchange.exchange(recorder, 0.0, 0.0, flag)
+        output = join_outputs(outputs, [count for _, count in pieces]) if outputs else None
+        return StepResult(output, report, batch_size_of(batch) or 1)
+
+
+def _exact(factor: float) -> float:
+    """1 when a factor is 1 up to rounding of its own computation, so that gradients are not touched for nothing."""
+    return 1.0 if abs(factor - 1.0) < 1e-12 else factor
+
+
+def _loss_of(value: Any) -> tuple[Tensor, float | None]:
+    """(loss, num_valid_tokens or None) of what a training_step returned."""
+    tokens = None
+    if isinstance(value, dict):
+        tokens = value.get("num_valid_tokens")
+        value = value.get("loss")
+    if not isinstance(value, Tensor):
+        raise StepContractError(
+            "training_step must return a loss tensor or a dict with 'loss' (it returned "
+            f"{type(value).__name__}); skipping a batch by returning None would leave other ranks waiting"
+        )
+    if not value.requires_grad:
+        raise StepContractError("training_step returned a loss that depends on no trainable parameter")
+    return value, None if tokens is None else float(tokens)
+
+
+def _weigh_by_tokens(recorder: LogRecorder, weights: list[float]) -> None:
+    """Means logged by a step that counts its tokens are means over tokens, unless ``batch_size`` was passed."""
+    for entry in recorder.entries.values():
+        if not entry.explicit_weight and len(entry.weights) == len(weights):
+            entry.weights = list(weights)
+
+
+def _with_loss(outputs: list[Any], loss: Tensor) -> Any:
+    """What Lightning gets from a training step: the user's output with the global loss in it."""
+    if len(outputs) == 1 and isinstance(outputs[0], dict):
+        return {**outputs[0], "loss": loss}
+    if outputs and isinstance(outputs[0], dict) and "num_valid_tokens" in outputs[0]:
+        total = tree_map(lambda *x: sum(x), *[o["num_valid_tokens"] for o in outputs])
+        return {"loss": loss, "num_valid_tokens": total}
+    return {"loss": loss} if outputs and isinstance(outputs[0], dict) else loss

@@ -1,0 +1,254 @@
+"""``self.log`` under microbatches and stages: record, reduce, exchange in one packed tensor, replay everywhere.
+
+While a step's microbatches run, Lightning's result collection records instead of logging. Afterwards the last stages'
+values, the loss and one flag per rank travel in a single fixed-size all-gather; every rank reduces them in the same
+order and logs the same numbers, so that ModelCheckpoint and EarlyStopping agree and no collective hides in a user's
+``log``. Names travel only when they change.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_megapar.mesh import ParallelMesh
+
+_FIXED = 6  # flag, signature, entries, loss sum, loss weight, capacity wanted
+_REDUCTIONS = ("mean", "sum", "max", "min")
+
+
+@dataclass
+class LogEntry:
+    """One ``self.log`` name of a step.
+
+    Args:
+        fx, name: hook and metric name.
+        options: keyword arguments of the result collection's ``log`` (without the sync functions).
+        reduction: ``mean``, ``sum``, ``max`` or ``min``.
+        is_metric: a torchmetrics object was logged.
+        values, weights: per microbatch; weights are samples (or what the user passed as ``batch_size``).
+        explicit_weight: the user passed ``batch_size``.
+    """
+
+    fx: str
+    name: str
+    options: dict[str, Any]
+    reduction: str
+    is_metric: bool
+    metric: Metric | None = None
+    values: list[Tensor] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    explicit_weight: bool = False
+
+    def signature(self) -> str:
+        shown = {k: v for k, v in self.options.items() if k not in ("batch_size", "reduce_fx")}
+        return f"{self.fx}|{self.name}|{self.reduction}|{self.is_metric}|{self.explicit_weight}|{sorted(shown.items())}"
+
+    def description(self) -> LogEntry:
+        """The entry without its values, for other ranks."""
+        return LogEntry(
+            self.fx, self.name, self.options, self.reduction, self.is_metric, explicit_weight=self.explicit_weight
+        )
+
+
+def _reduction_name(reduce_fx: Any) -> str:
+    name = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", str(reduce_fx))
+    name = "mean" if name == "avg" else name
+    return name if name in _REDUCTIONS else "mean"
+
+
+class LogRecorder:
+    """Collects the entries of one step on one rank."""
+
+    def __init__(self) -> None:
+        self.entries: dict[tuple[str, str], LogEntry] = {}
+        self._samples = 1.0
+        self._microbatch = 0
+
+    def begin_microbatch(self, index: int, samples: int) -> None:
+        self._microbatch = index
+        self._samples = float(samples)
+
+    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        """Stands in for ``_ResultCollection.log`` (same arguments)."""
+        for dropped in ("sync_dist_fn", "sync_dist_group", "sync_dist", "enable_graph"):
+            options.pop(dropped, None)
+        batch_size = options.pop("batch_size", None)
+        is_metric = isinstance(value, Metric)
+        entry = self.entries.get((fx, name))
+        if entry is None:
+            entry = LogEntry(fx, name, options, _reduction_name(options.get("reduce_fx", "mean")), is_metric)
+            entry.explicit_weight = batch_size is not None
+            self.entries[(fx, name)] = entry
+        if is_metric:
+            entry.metric = value
+            cached = getattr(value, "_forward_cache", None)
+            value = cached if isinstance(cached, Tensor) and cached.numel() == 1 else torch.tensor(float("nan"))
+        entry.values.append(value.detach().reshape(()) if isinstance(value, Tensor) else torch.tensor(float(value)))
+        entry.weights.append(float(batch_size) if batch_size is not None else self._samples)
+
+    @contextmanager
+    def attached(self, results: Any) -> Iterator[None]:
+        """Record every ``log`` on a Lightning result collection (``None``: a hook that cannot log)."""
+        if results is None:
+            yield
+            return
+        results.log = self.log
+        try:
+            yield
+        finally:
+            del results.log
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What every rank knows after the exchange.
+
+    Args:
+        loss: global weighted mean of the microbatch losses (float64), ``nan`` when there is none.
+        weight: global sum of the loss weights.
+        flags: one number per rank.
+        entries: descriptions in the order in which they were first logged.
+        values, weights: reduced over microbatches and data ranks, per entry.
+    """
+
+    loss: float
+    weight: float
+    flags: tuple[float, ...]
+    entries: tuple[LogEntry, ...]
+    values: tuple[float, ...]
+    weights: tuple[float, ...]
+
+
+class LogExchange:
+    """Moves a step's packet between ranks.
+
+    Args:
+        mesh: the ranks. The packets of the last stage's tensor rank 0, one per data rank, are the ones that count.
+        device: where the packet lives.
+    """
+
+    def __init__(self, mesh: ParallelMesh, device: torch.device) -> None:
+        self.mesh = mesh
+        self.device = device
+        self._known: dict[int, tuple[LogEntry, ...]] = {0: ()}
+        self._capacity = 16
+        last = mesh.size("pipeline") - 1
+        places = [mesh.layout.coordinates(r) for r in range(mesh.layout.world_size)]
+        self._speakers = [r for r, p in enumerate(places) if p["pipeline"] == last and p["tensor"] == 0]
+        self._speaks = mesh.rank in self._speakers
+
+    def exchange(self, recorder: LogRecorder, loss_sum: Tensor | float, weight: float, flag: float) -> StepReport:
+        """All ranks call it once per step, with their own packet.
+
+        Args:
+            recorder: entries of the local run (only a last stage's count).
+            loss_sum: sum of weight x loss over local microbatches.
+            weight: sum of the weights.
+            flag: any number to be shown to every rank (a stop request).
+
+        Raises:
+            RuntimeError: when data ranks logged different names in the same step.
+        """
+        entries = tuple(recorder.entries.values()) if self.mesh.is_last_stage else ()
+        signature = float(zlib.crc32("\n".join(e.signature() for e in entries).encode())) if entries else 0.0
+        packet = self._pack(entries, signature, loss_sum, weight, flag)
+        if self.mesh.layout.world_size == 1:
+            self._known[int(signature)] = entries
+            return self._report([packet.tolist()], int(signature))
+        rows = self._gather(packet)
+        wanted = int(max(rows[r][5] for r in self._speakers))
+        if wanted > self._capacity:
+            self._capacity = 2 * wanted
+            rows = self._gather(self._pack(entries, signature, loss_sum, weight, flag))
+        signatures = {int(rows[r][1]) for r in self._speakers}
+        if len(signatures) > 1:
+            raise RuntimeError(
+                f"data ranks logged different names in one step; this rank logged {[e.name for e in entries]}. "
+                "Log the same names on every data rank"
+            )
+        key = signatures.pop()
+        # Every rank keeps the same table of signatures, so all of them agree on whether names must travel.
+        if key not in self._known:
+            box = [tuple(e.description() for e in entries) if self._speaks else None]
+            dist.broadcast_object_list(box, src=self._speakers[0])
+            assert box[0] is not None
+            self._known[key] = box[0]
+        return self._report([rows[r] for r in self._speakers], key, tuple(row[0] for row in rows))
+
+    def _pack(
+        self, entries: tuple[LogEntry, ...], signature: float, loss_sum: Tensor | float, weight: float, flag: float
+    ) -> Tensor:
+        room = len(entries) if self.mesh.layout.world_size == 1 else self._capacity
+        head = [flag, signature, float(len(entries)), 0.0, weight, float(len(entries))]
+        packet = torch.zeros(_FIXED + 2 * room, dtype=torch.float64)
+        packet[:_FIXED] = torch.tensor(head, dtype=torch.float64)
+        packet = packet.to(self.device)
+        packet[3] = loss_sum.detach().double() if isinstance(loss_sum, Tensor) else loss_sum
+        for index, entry in enumerate(entries[:room]):
+            values = torch.stack([v.to(self.device, torch.float64) for v in entry.values])
+            weights = torch.tensor(entry.weights, dtype=torch.float64, device=self.device)
+            if entry.reduction == "mean":
+                packet[_FIXED + 2 * index] = (values * weights).sum()
+            else:
+                packet[_FIXED + 2 * index] = getattr(values, entry.reduction)()
+            packet[_FIXED + 2 * index + 1] = weights.sum()
+        return packet
+
+    def _gather(self, packet: Tensor) -> list[list[float]]:
+        world = self.mesh.layout.world_size
+        out = torch.empty(world * packet.numel(), dtype=packet.dtype, device=packet.device)
+        dist.all_gather_into_tensor(out, packet)
+        return out.view(world, -1).tolist()
+
+    def _report(self, rows: list[list[float]], key: int, flags: tuple[float, ...] = ()) -> StepReport:
+        entries = self._known[key]
+        weight = sum(row[4] for row in rows)
+        values, weights = [], []
+        for index, entry in enumerate(entries):
+            column = [row[_FIXED + 2 * index] for row in rows]
+            total = sum(row[_FIXED + 2 * index + 1] for row in rows)
+            weights.append(total)
+            if entry.reduction == "mean":
+                values.append(sum(column) / total if total else float("nan"))
+            elif entry.reduction == "sum":
+                values.append(sum(column))
+            else:
+                values.append(max(column) if entry.reduction == "max" else min(column))
+        loss = sum(row[3] for row in rows) / weight if weight else float("nan")
+        return StepReport(loss, weight, flags or (rows[0][0],), entries, tuple(values), tuple(weights))
+
+
+def replay(trainer: Any, report: StepReport, metrics: dict[str, Metric], device: torch.device) -> None:
+    """Log a step's reduced entries on this rank, as if the step had run here on the whole batch.
+
+    Args:
+        trainer: Lightning's trainer.
+        report: from :class:`LogExchange`.
+        metrics: metric attribute name -> the torchmetrics object to log on this rank.
+        device: where logged values live.
+    """
+    results = trainer._results
+    if results is None:
+        return
+    connector = trainer._logger_connector
+    for entry, value, weight in zip(report.entries, report.values, report.weights):
+        # What ``LightningModule.log`` does before it reaches the collection; stages that did not log must do it too.
+        if connector.should_reset_tensors(entry.fx):
+            results.reset(metrics=False, fx=entry.fx)
+        logged: Any
+        if entry.is_metric:
+            logged = metrics[entry.options["metric_attribute"]]
+            logged._forward_cache = torch.tensor(value, device=device)
+        else:
+            logged = torch.tensor(value, dtype=torch.get_default_dtype(), device=device)
+        results.log(entry.fx, entry.name, logged, batch_size=max(1, round(weight)), **entry.options)
+        connector._current_fx = entry.fx

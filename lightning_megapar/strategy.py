@@ -1,0 +1,671 @@
+"""``MegaParStrategy``: the Lightning face. Its hooks delegate; the arithmetic lives in the rooms below."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_megapar.checkpoint import load_sharded, read_manifest, save_sharded
+from lightning_megapar.checkpoint.commit import remove_sharded
+from lightning_megapar.checkpoint.errors import CheckpointError
+from lightning_megapar.checkpoint.full import gather_full_state_dict, load_full_into
+from lightning_megapar.checkpoint.sharded import is_sharded_checkpoint
+from lightning_megapar.checkpoint.training_state import (
+    install_optimizer_state,
+    named_optimizer_state,
+    optimizer_targets,
+    pack,
+)
+from lightning_megapar.config import ConfigError, Layout, ParallelConfig, refuse_unknown
+from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm
+from lightning_megapar.launch import (
+    FailureReporter,
+    PreemptionFlag,
+    check_world,
+    create_process_group,
+    make_launcher,
+    print_rank_table,
+    resolve_environment,
+)
+from lightning_megapar.loaders import prepare_loader
+from lightning_megapar.mesh import ParallelMesh
+from lightning_megapar.prepare import PreparedModule, local_state, prepare_module
+from lightning_megapar.step import Stepper, StepResult
+from lightning_megapar.step_log import replay
+
+PREEMPTED_EXIT_CODE = 143
+
+
+class MegaParStrategy(ParallelStrategy):
+    """Train an unchanged LightningModule under tensor, sequence, pipeline and data parallelism.
+
+    Args:
+        tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size,
+        data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_stack,
+        pipeline_split: see :class:`~lightning_megapar.config.ParallelConfig`. Every size may be ``"auto"``.
+        pipeline_keep: module name -> ``"first"``, ``"last"`` or ``"all"``: where a module beside the pipelined stack
+            is needed, when its place in the registration order does not say so.
+        seed: of name-seeded initialisation and of data order; ``None`` takes ``seed_everything``'s, else 0.
+        empty_init: build the module on the meta device in ``configure_model``; its parameters are then initialised by
+            name, one at a time, on the rank that holds them.
+        timeout_seconds: of a collective.
+        process_group_backend: ``None`` takes nccl on GPUs, gloo on CPUs.
+
+    Raises:
+        ConfigError: on any unknown or impossible setting, before a process group exists.
+    """
+
+    def __init__(
+        self,
+        tensor_parallel_size: Any = "auto",
+        pipeline_parallel_size: Any = "auto",
+        context_parallel_size: Any = "auto",
+        expert_parallel_size: Any = "auto",
+        data_parallel_size: Any = "auto",
+        sequence_parallel: bool = False,
+        zero_stage: int = 0,
+        num_microbatches: Any = "auto",
+        pipeline_schedule: str = "1f1b",
+        pipeline_stack: str | None = None,
+        pipeline_split: Any = None,
+        pipeline_keep: Mapping[str, str] | None = None,
+        seed: int | None = None,
+        empty_init: bool = False,
+        timeout_seconds: float = 600.0,
+        process_group_backend: str | None = None,
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown("MegaParStrategy", unknown, argument_names())
+        self.config = ParallelConfig(
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            context_parallel_size=context_parallel_size,
+            expert_parallel_size=expert_parallel_size,
+            data_parallel_size=data_parallel_size,
+            sequence_parallel=sequence_parallel,
+            zero_stage=zero_stage,
+            num_microbatches=num_microbatches,
+            pipeline_schedule=pipeline_schedule,
+            pipeline_stack=pipeline_stack,
+            pipeline_split=pipeline_split,
+        )
+        if not timeout_seconds > 0:
+            raise ConfigError(f"timeout_seconds={timeout_seconds!r}: expected a positive number of seconds")
+        super().__init__()
+        self.pipeline_keep = dict(pipeline_keep or {})
+        self.empty_init = empty_init
+        self.num_nodes = 1
+        self._seed = seed
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._backend = process_group_backend
+        self._layout: Layout | None = None
+        self._layout_reason = ""
+        self._mesh: ParallelMesh | None = None
+        self._prepared: PreparedModule | None = None
+        self._stepper: Stepper | None = None
+        self._failures: FailureReporter | None = None
+        self._preemption = PreemptionFlag()
+        self._leave_requested = False
+        self._accumulating = False
+        self._inject_sampler = True
+        self._where = "set-up"
+        self._consumed_in_epoch = 0
+        self._consumed_epoch = 0
+        self._resumed = (0, 0)
+
+    # -- who and where -----------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """The resolved degrees (known once the Trainer has chosen its devices)."""
+        if self._layout is None:
+            self._layout, self._layout_reason = self.config.resolve(self.num_nodes * self.num_processes)
+        return self._layout
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        if self._mesh is None:
+            raise RuntimeError("the mesh exists from setup_environment on (inside fit, validate, test or predict)")
+        return self._mesh
+
+    @property
+    def prepared(self) -> PreparedModule:
+        if self._prepared is None:
+            raise RuntimeError("the module is prepared in the strategy's setup (inside fit, validate, test or predict)")
+        return self._prepared
+
+    @property
+    def stepper(self) -> Stepper:
+        assert self._stepper is not None
+        return self._stepper
+
+    @property
+    def seed(self) -> int:
+        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self._seed is None else self._seed
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.config.microbatches(self.layout)
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.layout.data
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.layout.coordinates(self.global_rank)["data"]
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 1
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.layout.world_size > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """For datasets that split themselves: the data ranks, not the world."""
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if isinstance(plugin, MixedPrecision) and getattr(plugin, "scaler", None) is not None:
+            raise ConfigError(
+                "precision='16-mixed' is not available yet; valid values: 32-true, bf16-mixed, bf16-true, 64-true"
+            )
+        if plugin is not None:
+            # Lightning's clipping sees one rank's tensors only (and refuses fused optimizers): ours is global.
+            plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
+        self._precision_plugin = plugin
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self.parallel_devices and self.parallel_devices[0].type == "mps" and self.num_processes > 1:
+            raise ConfigError("accelerator='mps' has no torch.distributed; use accelerator='cpu'")
+        self.cluster_environment = resolve_environment(self.cluster_environment)
+        check_world(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._layout = None
+        _ = self.layout  # refuse impossible sizes now, before any process exists
+        self._launcher = make_launcher(self)
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        self._where = "set-up"
+        super().setup_environment()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        module = self.lightning_module
+        assert module is not None
+        self._refuse_module(module)
+        if self.layout.world_size > 1:
+            device_id = self.root_device if self.root_device.type == "cuda" else None
+            backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+            create_process_group(self.cluster_environment, backend, self._timeout, device_id=device_id)
+        if self._mesh is None or self._mesh.layout != self.layout:
+            self._mesh = ParallelMesh(self.layout, self.global_rank, self.root_device.type)
+            rank_zero_info(f"layout: {self.layout.describe()} ({self._layout_reason})")
+            if self.layout.world_size > 1:
+                print_rank_table(self.layout, self.num_processes)
+        if self._failures is None:
+            self._failures = FailureReporter.for_strategy(self)
+        self._failures.start_watch()
+        self._preemption.install()
+        module._device_mesh = self.mesh.device_mesh
+        # Lightning would shuffle a training loader that says shuffle=False; prepare_loader injects the sampler.
+        connector = module.trainer._accelerator_connector
+        if connector.use_distributed_sampler:
+            connector.use_distributed_sampler = False
+            self._inject_sampler = True
+        elif self._prepared is None:
+            self._inject_sampler = False
+
+    def _refuse_module(self, module: Any) -> None:
+        """What cannot work, said before ranks wait for each other."""
+        if self.layout.pipeline > 1 and not module.automatic_optimization:
+            raise ConfigError(
+                f"pipeline_parallel_size={self.layout.pipeline} needs automatic optimization: "
+                f"{type(module).__name__} sets automatic_optimization=False and steps by itself; valid value: 1"
+            )
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        earlier = vars(module).get("_megapar_prepared")
+        if earlier is None:
+            self._prepared = prepare_module(
+                module,
+                self.mesh,
+                self.config,
+                device=self.root_device,
+                seed=self.seed,
+                keep=self.pipeline_keep,
+                convert=self.precision_plugin.convert_module,
+            )
+            object.__setattr__(module, "_megapar_prepared", self._prepared)
+            self._print_stages()
+        elif earlier.layout != self.layout:
+            raise ConfigError(
+                f"the module was already cut for {earlier.layout.describe()}; this trainer asks for "
+                f"{self.layout.describe()}. Build the module anew and load its checkpoint"
+            )
+        else:
+            self._prepared = earlier
+        self._stepper = Stepper(
+            self.mesh,
+            self.root_device,
+            self.prepared.parameters,
+            cut=self.prepared.cut,
+            zero=self.prepared.zero,
+            schedule=self.config.pipeline_schedule,
+            num_microbatches=self.num_microbatches,
+            seed=self.seed,
+        )
+        # FSDP2 parameters made under inference_mode cannot be trained afterwards.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+        self.model = module
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+            self._refuse_foreign_optimizers()
+        self.setup_precision_plugin()
+
+    def _refuse_foreign_optimizers(self) -> None:
+        held = {id(record.parameter) for record in self.prepared.parameters}
+        for optimizer in self.optimizers:
+            if any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
+                raise ConfigError(
+                    "configure_optimizers returned an optimizer over tensors that are not the module's parameters "
+                    "(it was built before the module was sharded?); build it inside configure_optimizers"
+                )
+
+    def _print_stages(self) -> None:
+        plan = self.prepared.plan
+        if plan is None or not self.is_global_zero:
+            return
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("stage", "blocks", "parameters", title="pipeline stages")
+        for row in plan.rows():
+            table.add_row(*row)
+        Console().print(table)
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        with torch.device("meta") if self.empty_init else nullcontext():
+            yield
+
+    def teardown(self) -> None:
+        self._preemption.restore()
+        if self._failures is not None:
+            self._failures.stop()
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    def rank_description(self) -> str:
+        """This rank's place, for failure reports."""
+        place = self.layout.coordinates(self.global_rank)
+        return f"rank {self.global_rank} (data {place['data']}, pipeline {place['pipeline']}, tensor {place['tensor']})"
+
+    def current_stage(self) -> str:
+        """What this rank is doing, for failure reports."""
+        return self._where
+
+    # -- collectives of Lightning's own --------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        if name == "run-stage":
+            self._preemption.install()  # Lightning has just installed its own handler, which runs a collective
+        if self.layout.world_size > 1 and dist.is_initialized():
+            device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
+            dist.barrier(device_ids=device_ids)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self.layout.world_size == 1 or not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src=src)
+        return box[0]
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data ranks (or ``group``): tensor and pipeline peers hold the same value already.
+
+        Integer means become floating point; ``reduce_op`` is ``mean``, ``avg``, ``sum``, ``max`` or ``min``.
+        """
+        if not isinstance(tensor, Tensor) or self.layout.world_size == 1:
+            return tensor
+        group = self.mesh.group("data") if group is None else group
+        name = (reduce_op if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1]).lower()
+        if group is None:
+            return tensor
+        ops = {"mean": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM}
+        ops |= {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        if name not in ops:
+            raise ValueError(f"reduce_op={reduce_op!r} is not one of mean, sum, max, min")
+        reduced = tensor.detach().clone().contiguous()
+        dist.all_reduce(reduced, op=ops[name], group=group)
+        return reduced / dist.get_world_size(group) if name in ("mean", "avg") else reduced
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self.layout.world_size == 1 or not dist.is_initialized():
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(votes)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack a tensor over the data ranks (or ``group``): shape ``(data_parallel_size, *tensor.shape)``."""
+        group = self.mesh.group("data") if group is None and self.layout.world_size > 1 else group
+        return tensor if group is None else super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Lightning enters it for every batch after which the optimizer does not step."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._leave_if_requested()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        self._where = f"training step {trainer.global_step}"
+        if not module.automatic_optimization:
+            with self.precision_plugin.train_step_context():
+                return module.training_step(*args, **kwargs)
+        result = self.stepper.train(
+            lambda piece: module.training_step(piece, *args[1:], **kwargs),
+            args[0],
+            results=trainer._results,
+            accumulate=trainer.accumulate_grad_batches,
+            is_last_of_window=not self._accumulating,
+            flag=float(self._preemption.is_set),
+        )
+        self._after_step(result)
+        self._count_samples(trainer, result.samples)
+        return result.output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("validation", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("test", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predictions of this rank's batch, on every stage (sent from the last one)."""
+        output = self._evaluation_step("predict", *args, **kwargs)
+        if self.layout.pipeline > 1:
+            box = [output]
+            last = self.mesh.stage_rank(self.layout.pipeline - 1)
+            dist.broadcast_object_list(box, src=last, group=self.mesh.group("pipeline"))
+            output = box[0]
+        return output
+
+    def _evaluation_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        self._where = f"{kind} step {args[1] if len(args) > 1 else ''}".rstrip()
+        self._leave_if_requested()
+        step = getattr(module, f"{kind}_step")
+        result = self.stepper.evaluate(
+            lambda piece: step(piece, *args[1:], **kwargs),
+            args[0],
+            results=trainer._results,
+            flag=float(self._preemption.is_set),
+        )
+        self._after_step(result)
+        return result.output
+
+    def _after_step(self, result: StepResult) -> None:
+        assert self.lightning_module is not None
+        replay(self.lightning_module.trainer, result.report, self.prepared.metrics, self.root_device)
+        self._leave_requested = self._leave_requested or any(result.report.flags)
+
+    def _count_samples(self, trainer: Any, samples: int) -> None:
+        if trainer.current_epoch != self._consumed_epoch:
+            self._consumed_epoch, self._consumed_in_epoch = trainer.current_epoch, 0
+        self._consumed_in_epoch += samples * self.data_parallel_size
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            self.stepper.reducer.reduce(1.0 / self.data_parallel_size)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Global norm of the current gradients, each logical parameter counted once; equal on every rank.
+
+        Meaningful from ``on_after_backward`` of the last batch of an accumulation window to ``zero_grad``.
+
+        Returns:
+            0-dim float64 tensor.
+        """
+        return gradient_norm(self.stepper.parameters, self.mesh, norm_type)
+
+    def _clip_gradients(
+        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        """Stands in for ``Precision.clip_gradients``: the same rule on the global norm."""
+        if not clip_val or clip_val <= 0:
+            return
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = [p for p in self.stepper.parameters if id(p.parameter) in held]
+        if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
+            clip_by_value(parameters, clip_val)
+        else:
+            clip_by_norm(parameters, gradient_norm(parameters, self.mesh), clip_val)
+
+    # -- data --------------------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        consumed, epoch = self._resumed
+        return prepare_loader(
+            dataloader,
+            data_rank=self.data_parallel_rank,
+            data_size=self.data_parallel_size,
+            seed=self.seed,
+            training=trainer.training,
+            predicting=trainer.predicting,
+            num_microbatches=self.num_microbatches,
+            inject_sampler=self._inject_sampler,
+            consumed=consumed,
+            consumed_epoch=epoch,
+        )
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return local_state(self.lightning_module, self.prepared.names)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        return named_optimizer_state(optimizer, self.prepared.parameters)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: :meth:`load_checkpoint` has filled the module."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: :meth:`load_checkpoint` has filled the optimizers."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Write a sharded checkpoint directory at ``filepath``; collective over all ranks."""
+        if storage_options is not None:
+            raise TypeError("MegaParStrategy.save_checkpoint takes no storage_options: it writes a sharded directory")
+        where, self._where = self._where, "checkpoint save"
+        path = Path(self.broadcast(str(filepath)))
+        checkpoint = dict(checkpoint)
+        checkpoint["megapar"] = {
+            "consumed_in_epoch": self._consumed_in_epoch,
+            "consumed_epoch": self._consumed_epoch,
+            "seed": self.seed,
+        }
+        tensors, rest = pack(checkpoint, self.prepared.names, self.layout.world_size)
+        info = {
+            "layout": dict(zip(("pipeline", "data", "context", "expert", "tensor"), self.layout.sizes)),
+            "seed": self.seed,
+            "consumed_samples_in_epoch": self._consumed_in_epoch,
+            "epoch": self._consumed_epoch,
+        }
+        save_sharded(path, tensors, rest, step=int(checkpoint.get("global_step", 0)), info=info)
+        self._where = where
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Fill module and optimizers from a checkpoint of any layout, or from a plain Lightning file (weights only).
+
+        Raises:
+            CheckpointError: what is wrong with the path, the same on every rank.
+        """
+        path = Path(self.broadcast(str(checkpoint_path)))
+        assert self.lightning_module is not None
+        model = {f"model.{k}": v for k, v in local_state(self.lightning_module, self.prepared.names).items()}
+        if path.is_file():
+            return self._load_plain_file(path, model)
+        if not is_sharded_checkpoint(path):
+            load_sharded(path, {})  # raises, saying what the path is instead
+            raise CheckpointError(f"{path} is not a checkpoint")
+        manifest = read_manifest(path)
+        targets = [
+            optimizer_targets(i, optimizer, self.prepared.parameters, manifest)
+            for i, optimizer in enumerate(self.optimizers)
+        ]
+        wanted = {**model, **{k: v for one in targets for k, v in one.items()}}
+        strict = self.lightning_module.strict_loading and bool(self.optimizers)
+        rest = load_sharded(path, {k: v for k, v in wanted.items() if isinstance(v, Tensor)}, strict=strict)
+        ours = rest.pop("megapar", {})
+        for i, optimizer in enumerate(self.optimizers):
+            if i < len(ours.get("optimizers", [])):
+                install_optimizer_state(i, optimizer, self.prepared.parameters, targets[i], ours["optimizers"][i])
+        self._resumed = (int(ours.get("consumed_in_epoch", 0)), int(ours.get("consumed_epoch", 0)))
+        self._consumed_in_epoch, self._consumed_epoch = self._resumed
+        rest.setdefault("state_dict", {})
+        return rest
+
+    def _load_plain_file(self, path: Path, model: dict[str, Tensor]) -> dict[str, Any]:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = checkpoint.get("state_dict", {})
+        load_full_into({k.removeprefix("model."): v for k, v in model.items()}, state)
+        rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+        return {**rest, "state_dict": {}}
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        if self.is_global_zero:
+            path = Path(filepath)
+            if path.is_dir() and is_sharded_checkpoint(path):
+                remove_sharded(path)
+            else:
+                super().remove_checkpoint(filepath)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole module's state on rank 0; collective over all ranks.
+
+        Gathered tensor by tensor onto rank 0's CPU, with the keys and values of the unsharded module's
+        ``state_dict()``. An empty dict on the other ranks.
+        """
+        assert self.lightning_module is not None
+        names = self.prepared.names
+        local = {k: v.detach() for k, v in self.lightning_module.state_dict().items() if isinstance(v, Tensor)}
+        return gather_full_state_dict(list(names.state_dict), local)
+
+    # -- leaving early -----------------------------------------------------------------------------------------------
+
+    def _leave_if_requested(self) -> None:
+        """All ranks learnt of a SIGTERM in the same packet: save at this step boundary and leave with code 143."""
+        if not self._leave_requested:
+            return
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            callback = trainer.checkpoint_callback
+            directory = getattr(callback, "dirpath", None) or trainer.default_root_dir
+            path = Path(directory) / f"preempted-step={trainer.global_step}.ckpt"
+            trainer.save_checkpoint(path)
+            if self.is_global_zero:
+                print(f"stopped by a signal at step {trainer.global_step}; saved {path}", file=sys.stderr, flush=True)
+        raise SystemExit(PREEMPTED_EXIT_CODE)
+
+
+def argument_names() -> tuple[str, ...]:
+    """Names of the strategy's arguments."""
+    import inspect
+
+    parameters = inspect.signature(MegaParStrategy.__init__).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self")
+
+
+def register() -> None:
+    """Register ``"megapar"`` with Lightning; calling it again changes nothing."""
+    if "megapar" not in StrategyRegistry.available_strategies():
+        StrategyRegistry.register(
+            "megapar", MegaParStrategy, description="tensor, sequence, pipeline and data parallelism"
+        )

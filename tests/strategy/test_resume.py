@@ -1,0 +1,92 @@
+"""A run interrupted on one layout goes on, on any other, as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from pool import RankPool
+from torch.utils.data import DataLoader
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "dp2_zero1": (2, {"data_parallel_size": 2, "zero_stage": 1}),
+    "tp2_sp": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_parallel_size": 2}),
+    "tp2_pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+}
+SAMPLES = 40  # five global batches of eight: an epoch ends between steps 5 and 6
+BATCH = 8
+
+
+def train(
+    options: dict[str, Any], world: int, root: str, *, stop: int, ckpt: str | None = None, save: str | None = None
+) -> dict[str, Any]:
+    from lightning_megapar import MegaParStrategy
+
+    strategy = MegaParStrategy(seed=11, **options)
+    data = strategy.config.resolve(world)[0].data
+    loader = DataLoader(parity.Tokens(SAMPLES, 16, 61), batch_size=BATCH // data, shuffle=True, drop_last=True)
+    record = parity.Record()
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=world,
+        max_steps=stop,
+        max_epochs=-1,
+        precision="64-true",
+        callbacks=[record],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+    )
+    trainer.fit(parity.Model(parity.style("gpt2"), "adamw"), loader, ckpt_path=ckpt)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return {"losses": record.losses, "weights": record.weights, "norms": record.norms}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = str(tmp_path_factory.mktemp("whole"))
+    return pool.run(train, 1, {}, 1, root, stop=13, mode="trainer")[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "step"),
+    [
+        ("single", "tp2_pp2", 3),
+        ("tp2_pp2", "dp2_zero1", 7),
+        ("dp2_zero1", "pp2", 8),
+        ("pp2", "tp2_sp", 5),
+        ("tp2_pp2", "tp2_pp2", 4),
+        ("tp2_sp", "single", 8),
+    ],
+)
+def test_resume_on_another_layout(
+    pool: RankPool, tmp_path: Path, uninterrupted: dict[str, Any], first: str, second: str, step: int
+) -> None:
+    path = str(tmp_path / "run.ckpt")
+    world, options = LAYOUTS[first]
+    before = pool.run(train, world, options, world, str(tmp_path), stop=step, save=path, mode="trainer")[0]
+    assert before["losses"] == pytest.approx(uninterrupted["losses"][:step], rel=1e-11)
+    world, options = LAYOUTS[second]
+    after = pool.run(train, world, options, world, str(tmp_path), stop=step + 5, ckpt=path, mode="trainer")[0]
+    assert len(after["losses"]) == 5
+    assert after["losses"] == pytest.approx(uninterrupted["losses"][step : step + 5], rel=1e-9)
+
+
+def test_checkpoint_loads_with_weights_only(pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    world, options = LAYOUTS["tp2_pp2"]
+    pool.run(train, world, options, world, str(tmp_path), stop=2, save=str(path), mode="trainer")
+    rest = [p for p in path.iterdir() if p.suffix == ".pt"]
+    assert rest
+    loaded = torch.load(rest[0], weights_only=True)
+    assert loaded
