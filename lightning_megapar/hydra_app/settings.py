@@ -103,7 +103,6 @@ class SettingsCheck:
         self.sources = Sources(search_path, config_name, [])
         self._found: list[Found] = []
         self._given: dict[str, str] = {}
-        self._known_groups: set[str] = set()
 
     def run(self, overrides: Sequence[str], multirun: bool = False) -> list[Found]:
         """Every finding for a command's overrides; an empty list when the command is right."""
@@ -126,7 +125,6 @@ class SettingsCheck:
     def _compose(self, overrides: list[str]) -> None:
         groups = self.sources.groups()
         parsed = self._parse(overrides)
-        self._known_groups = self._standing()
         values = []
         for override in parsed:
             if override.key_or_group in groups and not isinstance(override.value(), dict):
@@ -137,7 +135,7 @@ class SettingsCheck:
         config = self.sources.loader.load_configuration(self.config_name, self.group_overrides, RunMode.RUN)
         legal = self._tree(config, defaults).legal | defined_paths(config) | {g for g in groups if "/" not in g}
         good = [override for override in values if self._value_override(override, config, legal)]
-        whole = self._apply(good)
+        whole = self._apply(good) if good else config
         if whole is not None:
             self._found += self.judge(_task_of(whole), defaults.defaults)
 
@@ -169,7 +167,7 @@ class SettingsCheck:
                 Found(f"{group}={option}", "unknown option", COMMAND_LINE, f"{group}={near}" if near else None, more)
             )
         line = override.input_line or ""
-        if override.is_add() and override.package is None and group in self._known_groups:
+        if override.is_add() and override.package is None and group in self._standing():
             more = f"To choose another option, type {line.lstrip('+')}"
             self._found.append(Found(group, "is chosen already", COMMAND_LINE, None, more))
         elif not wrong:
@@ -256,13 +254,14 @@ class SettingsCheck:
     def _base(self, defaults: DefaultsList) -> set[str] | None:
         """Paths that the files define when no overlay is chosen, with the options that overlays choose."""
         choices = defaults.overrides.known_choices
+        standing = self._standing()
         chosen = [
             f"{group}={option}"
             for group, option in choices.items()
             if option is not None
             and group.split("@")[0] not in self.overlays
             and not group.startswith("hydra/")
-            and group in self._known_groups
+            and group in standing
         ]
         added = [o for o in self.group_overrides if o.startswith("+") and _group_of(o) not in self.overlays]
         try:
@@ -271,7 +270,7 @@ class SettingsCheck:
             )
         except (ConfigCompositionException, ValueError):
             return None
-        return defined_paths(_task_of(base)) | {key for key, line in self._given.items() if line.startswith("+")}
+        return defined_paths(_task_of(base))
 
     def _standing(self) -> set[str]:
         """Groups in the defaults list of the files alone: these can be chosen without ``+``."""
@@ -291,8 +290,9 @@ class SettingsCheck:
         return [f"~{group}" for group in plain.overrides.known_choices if group in self.overlays]
 
     def _variations(self, overrides: Sequence[str]) -> Iterable[list[str]]:
-        """A sweep as single commands: the first value of everything, then each further value on its own."""
+        """A sweep as single commands: the first value of everything, then each further choice of a group on its own."""
         parser = OverridesParser.create(config_loader=self.sources.loader)
+        groups = self.sources.groups()
         first: list[str] = []
         others: list[tuple[int, str]] = []
         for index, text in enumerate(overrides):
@@ -304,7 +304,8 @@ class SettingsCheck:
             except HydraException:
                 values = []
             first.append(f"{override.get_key_element()}={values[0]}" if values else text)
-            others += [(index, f"{override.get_key_element()}={value}") for value in values[1:]]
+            if values and override.key_or_group in groups:
+                others += [(index, f"{override.get_key_element()}={value}") for value in values[1:]]
         yield first
         for index, text in others[:_MOST_VARIATIONS]:
             yield [*first[:index], text, *first[index + 1 :]]
@@ -334,10 +335,14 @@ class SettingsCheck:
     def judge(self, task: DictConfig, defaults: list) -> list[Found]:  # type: ignore[type-arg]
         """The findings in a task's configuration itself, each with the place that set it."""
         base = self._base(self.sources.defaults(self.group_overrides)) if self.schema is None else None
+        if base is not None:
+            added = [key for key, line in self._given.items() if line.startswith("+")]
+            base |= {path for path in defined_paths(task) if any(_related(path, key) for key in added)}
         check = TreeCheck(self.schema, base, self.import_targets)
-        origins = self.sources.origins(defaults)
+        problems = check.run(task)
+        origins = self.sources.origins(defaults) if problems else {}
         found: dict[str, Found] = {}
-        for problem in check.run(task):
+        for problem in problems:
             near = _also_defaults(problem)
             entry = Found(problem.setting, problem.text, self._where(problem.setting, origins), near)
             # A value that others refer to is wrong in each of their places: named once, with a hint if there is one.
@@ -369,6 +374,11 @@ def _group_of(override: str) -> str:
     return override.lstrip("+~").split("=", 1)[0]
 
 
+def _related(path: str, added: str) -> bool:
+    """Whether a path is the setting that was added, a node on the way to it, or inside it."""
+    return path == added or added.startswith(path + ".") or path.startswith((added + ".", added + "["))
+
+
 def _also_defaults(problem: Problem) -> str | None:
     """The nearest setting; at the top of a file it may also be the word ``defaults`` that was meant."""
     misspelt = get_close_matches(problem.setting, ["defaults"], n=1, cutoff=0.7)
@@ -382,7 +392,7 @@ def _contains(config: DictConfig, key: str) -> bool:
             if not part.isdigit() or int(part) >= len(node):  # type: ignore[arg-type]
                 return False
             node = node[int(part)]  # type: ignore[index]
-        elif isinstance(node, DictConfig) and part in node:
+        elif isinstance(node, DictConfig) and (part in node or OmegaConf.is_missing(node, part)):
             try:
                 node = node[part]
             except OmegaConfBaseException:

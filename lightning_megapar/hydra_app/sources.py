@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Iterator
@@ -49,14 +50,30 @@ class Found:
 
 
 class _Repairable(ConfigRepository):
-    """A repository whose defaults lists can lose an entry that cannot be met, so that the rest still composes."""
+    """A repository whose defaults lists can lose an entry that cannot be met, so that the rest still composes.
+
+    Each file is read once, however often a configuration is composed.
+    """
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
-        super().__init__(config_search_path)
         self.dropped: set[tuple[str, str, str]] = set()
+        self._read: dict[str, ConfigResult | None] = {}
+        super().__init__(config_search_path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Repairable:
+        # Hydra copies its repository for each composition; what was dropped and read stays common to all copies.
+        twin = copy.copy(self)
+        twin.sources = list(self.sources)
+        return twin
+
+    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
+        self._read = {}  # other sources: a file of the same name may be another one
+        super().initialize_sources(config_search_path)
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        loaded = super().load_config(config_path)
+        if config_path not in self._read:
+            self._read[config_path] = super().load_config(config_path)
+        loaded = copy.deepcopy(self._read[config_path])  # a composition merges into what it is given
         if loaded is not None and loaded.defaults_list is not None and self.dropped:
             loaded.defaults_list = [
                 entry
@@ -94,10 +111,14 @@ class Sources:
         self.loader.repository = self._repairable
         self._overrides = [o for o in overrides if o.startswith("hydra.searchpath=")]
         self.found: list[Found] = []
+        self._repository: CachingConfigRepository | None = None
 
     def repository(self) -> CachingConfigRepository:
-        """A fresh view of all sources, those of ``hydra.searchpath`` included."""
-        return self.loader._parse_overrides_and_create_caching_repo(self.config_name, self._overrides)[1]
+        """A view of all sources, those of ``hydra.searchpath`` included."""
+        if self._repository is None:
+            parse = self.loader._parse_overrides_and_create_caching_repo
+            self._repository = parse(self.config_name, self._overrides)[1]
+        return self._repository
 
     def groups(self) -> dict[str, list[str]]:
         """Every group (Hydra's own as well) and its options."""

@@ -278,7 +278,7 @@ def nearest_setting(setting: str, legal: Iterable[str]) -> str | None:
     if name in by_name:
         return closest(by_name[name])
     near = get_close_matches(setting, candidates, n=1, cutoff=0.7)
-    if near:
+    if near and SequenceMatcher(None, name, near[0].rpartition(".")[2]).ratio() >= 0.5:
         return near[0]
     near = get_close_matches(name, list(by_name), n=1, cutoff=0.75)
     return closest(by_name[near[0]]) if near else None
