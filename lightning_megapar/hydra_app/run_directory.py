@@ -82,6 +82,9 @@ class RunDirectory:
     def _try(cls, path: Path) -> RunDirectory | None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run_dir={str(path)!r} cannot be made: {error.strerror}") from error
+        try:
             try:
                 path.mkdir()
             except FileExistsError:
@@ -194,11 +197,11 @@ def state_of(path: str | os.PathLike[str]) -> str | None:
     """``"live"``, ``"finished"``, ``"interrupted"`` or ``"failed"``; ``None`` when no run was ever here."""
     claim = Path(path) / CLAIM
     try:
-        handle = os.open(claim, os.O_RDWR)
+        handle = os.open(claim, os.O_RDONLY)
     except OSError:
         return None
     try:
-        if not _lock(handle):
+        if not _lock(handle, shared=True):  # shared: to look twice at once is no conflict
             return "live"
         recorded = json.loads(claim.read_text(encoding="utf-8") or "{}").get("state", "running")
     except ValueError:
@@ -248,14 +251,14 @@ def _why_taken(directory: Path) -> str:
     return f"run_dir={shown}: {_describe(directory)}; {advice}"
 
 
-def _lock(handle: int) -> bool:
+def _lock(handle: int, shared: bool = False) -> bool:
     """Take the lock that every process forked from this one shares; ``False`` when a live run holds it."""
     try:
         import fcntl
     except ImportError:  # Windows: the state in the file is all there is
         return True
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
