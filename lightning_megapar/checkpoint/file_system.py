@@ -23,6 +23,9 @@ _AT_FDCWD = -100
 class FileSystem:
     """Local or shared POSIX file systems. Errors are ``OSError`` with errno and file name."""
 
+    buffer_bytes = 1 << 20
+    """Small writes are gathered up to this size."""
+
     def before(self, operation: str, path: Path) -> None:
         """Called before each operation, with its name and the path that it changes. Does nothing."""
 
@@ -71,7 +74,7 @@ class FileSystem:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename to a name that must be free; never replaces anything but an empty directory or a file of ours."""
+        """Rename to a name that is free."""
         self.before("rename", target)
         os.rename(source, target)
 
@@ -148,11 +151,10 @@ class CheckedFile:
     Args:
         file_system: where it is written.
         path: must not exist.
-        buffer_bytes: small writes are gathered up to this size.
     """
 
-    def __init__(self, file_system: FileSystem, path: Path, buffer_bytes: int = 1 << 20) -> None:
-        self.file_system, self.path, self.buffer_bytes = file_system, path, buffer_bytes
+    def __init__(self, file_system: FileSystem, path: Path) -> None:
+        self.file_system, self.path, self.buffer_bytes = file_system, path, file_system.buffer_bytes
         self.position = 0
         self.crc = 0
         self.section_crc = 0

@@ -13,6 +13,7 @@ import enum
 import io
 import os
 import pickle
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -145,7 +146,9 @@ def decode_plain(data: bytes, where: str) -> dict[str, Any]:
     try:
         values = _load(data)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{where} refused: it holds more than plain values ({_reason(error)})") from error
+        raise CheckpointError(
+            f"{where} refused: it holds more than plain values ({what_was_refused(error)})"
+        ) from error
     except Exception as error:
         raise CheckpointError(f"{where} cannot be read: {_first_line(error)}") from error
     if not isinstance(values, dict):
@@ -167,7 +170,10 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _reason(error: BaseException) -> str:
-    """The line of torch's long message that says what was found."""
-    lines = [line.strip() for line in str(error).splitlines() if "WeightsUnpickler error" in line]
-    return lines[0].partition("WeightsUnpickler error:")[2].strip() if lines else _first_line(error)
+def what_was_refused(error: BaseException) -> str:
+    """What ``torch.load(weights_only=True)`` found, without its advice to load the file unsafely."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    if named:
+        return f"it names {named[1]}"
+    line = next((x.strip() for x in str(error).splitlines() if x.strip().startswith("Unsupported")), None)
+    return line or "it is no pickle of plain values"

@@ -48,13 +48,13 @@ class Ranks(ABC):
         outcome: Any = None
         if self.rank == 0:
             try:
-                outcome = ((), function())
+                outcome = (None, function())
             except BaseException as error:
                 original = error
-                outcome = ((Failure(self.rank, *describe(error)),), None)
+                outcome = (self._deciding_failed(what, error), None)
         with _lost_ranks_named(what):
-            failures, value = self.broadcast(outcome)
-        _raise_alike(what, failures, self.size, original)
+            fault, value = self.broadcast(outcome)
+        _raise_alike(fault, original)
         return value
 
     def step(self, what: str, local: Callable[[], T], decide: Callable[[list[T]], Sequence[R]]) -> R:
@@ -83,28 +83,37 @@ class Ranks(ABC):
         verdict: list[Any] | None = None
         if gathered is not None:
             failures = tuple(f for f, _ in gathered if f is not None)
-            shares: Sequence[Any] = ()
-            if not failures:
+            fault: CheckpointError | None = None
+            shares: Sequence[Any] = [None] * self.size
+            if failures:
+                fault = CheckpointError(_message(what, failures, self.size), failures)
+            else:
                 try:
                     shares = decide([value for _, value in gathered])
                 except BaseException as error:
                     original = error
-                    failures = (Failure(self.rank, *describe(error)),)
-            if failures:
-                verdict = [(failures, None)] * self.size
-            else:
-                verdict = [((), share) for share in shares]
+                    fault = self._deciding_failed(what, error)
+            verdict = [(fault, share) for share in shares]
         with _lost_ranks_named(what):
-            failures, share = self.scatter(verdict)
-        _raise_alike(what, failures, self.size, original)
+            fault, share = self.scatter(verdict)
+        _raise_alike(fault, original)
         return share
 
+    def _deciding_failed(self, what: str, error: BaseException) -> CheckpointError:
+        """The error of all ranks for what rank 0 found out on behalf of all, or failed to do."""
+        text, code = describe(error)
+        if isinstance(error, CheckpointError):
+            return CheckpointError(f"{what}: {text}", error.failures)
+        failures = (Failure(self.rank, text, code),)
+        return CheckpointError(_message(what, failures, self.size), failures)
 
-def _raise_alike(what: str, failures: tuple[Failure, ...], size: int, original: BaseException | None) -> None:
-    if failures:
-        if original is not None and not isinstance(original, Exception):
-            raise original
-        raise CheckpointError(_message(what, failures, size), failures) from original
+
+def _raise_alike(fault: CheckpointError | None, original: BaseException | None) -> None:
+    if fault is None:
+        return
+    if original is not None and not isinstance(original, Exception):
+        raise original
+    raise fault from original
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from lightning_megapar.checkpoint.manifest import (
     SavedPiece,
 )
 from lightning_megapar.checkpoint.pieces import LocalPiece, full_box
+from lightning_megapar.checkpoint.plain_values import decode_plain, what_was_refused
 
 _BLOCK = 1 << 20
 
@@ -92,14 +93,14 @@ def what_is(path: str | os.PathLike[str]) -> str:
         return "it does not exist" + (f"; beside it are {', '.join(names[:4])}" if names else "")
     if path.is_dir():
         return _what_directory(path)
+    if path.name in (MANIFEST, METADATA, REST) or path.suffix == ".distcp":
+        return f"it is a file of one; give the directory, {path.parent}"
     with open(path, "rb") as file:
         start = file.read(16)
     if start.startswith(b"PK\x03\x04"):
         return "it is a single file (torch.save), such as plain Lightning writes"
     if start[8:9] == b"{" and int.from_bytes(start[:8], "little") < path.stat().st_size:
         return "it is a safetensors file"
-    if path.name in (MANIFEST, METADATA, REST) or path.suffix == ".distcp":
-        return f"it is a file of one; give the directory, {path.parent}"
     return "it is a file of another kind" if start else "it is an empty file"
 
 
@@ -201,8 +202,6 @@ class ShardedReader:
 
     def rest(self) -> dict[str, Any]:
         """The plain values of the checkpoint."""
-        from lightning_megapar.checkpoint.plain_values import decode_plain
-
         entry = self.manifest.files.get(REST)
         return {} if entry is None else decode_plain(read_checked(self.directory, entry), str(self.directory / REST))
 
@@ -235,7 +234,9 @@ class ShardedReader:
         try:
             value = torch.load(cast(IO[bytes], section), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(f"{where} refused: it holds more than a tensor") from error
+            raise CheckpointError(
+                f"{where} refused: it holds more than a tensor ({what_was_refused(error)})"
+            ) from error
         except Exception as error:
             raise CheckpointError(f"{where} cannot be read: {str(error).splitlines()[0]}") from error
         expected = self.manifest.tensors[name].dtype
