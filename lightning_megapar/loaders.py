@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
@@ -27,15 +28,14 @@ def prepare_loader(
     predicting: bool,
     num_microbatches: int,
     inject_sampler: bool,
-    consumed: int = 0,
-    consumed_epoch: int = 0,
+    resume: tuple[int, int] | None = None,
     worker_init: Callable[[int], None] | None = None,
 ) -> Any:
     """What the strategy's ``process_dataloader`` returns.
 
     A plain ``DataLoader`` over a map-style dataset (sequential or random order) gets a :class:`ResumableSampler`: its
-    order depends on the seed and the epoch only, its slice on the data rank, and an interrupted epoch continues after
-    ``consumed`` samples. A loader that does not shuffle stays unshuffled. A loader with a sampler of the user's own is
+    order depends on the seed and the epoch only, its slice on the data rank, and an interrupted run goes on at
+    ``resume = (global samples used of that epoch, epoch)``. A loader that does not shuffle stays unshuffled. A loader with a sampler of the user's own is
     left alone with one data rank, wrapped as Lightning does with several. Workers are seeded by data rank, so that
     tensor and pipeline peers, which must see the same batch, draw the same augmentations.
 
@@ -52,7 +52,7 @@ def prepare_loader(
             f"{[d for d in divisors(loader.batch_size) if d > 1] or [1]}"
         )
     if inject_sampler:
-        loader = _with_sampler(loader, data_rank, data_size, seed, training, predicting, consumed, consumed_epoch)
+        loader = _with_sampler(loader, data_rank, data_size, seed, training, predicting, resume)
     if loader.num_workers > 0 and data_size >= 1:
         seeded = partial(_init_worker, rank=data_rank, before=loader.worker_init_fn, also=worker_init)
         loader.worker_init_fn = seeded
@@ -80,8 +80,7 @@ def _with_sampler(
     seed: int,
     training: bool,
     predicting: bool,
-    consumed: int,
-    consumed_epoch: int,
+    resume: tuple[int, int] | None,
 ) -> DataLoader:
     if has_iterable_dataset(loader):
         if data_size > 1:
@@ -91,7 +90,8 @@ def _with_sampler(
             )
         return loader
     sampler = loader.sampler
-    plain_batches = type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
+    # For predict, Lightning has wrapped the batch sampler already, to keep the indices of the predictions.
+    plain_batches = loader.batch_size is not None and (predicting or type(loader.batch_sampler) is BatchSampler)
     if isinstance(sampler, DistributedSampler):
         return loader
     if plain_batches and type(sampler) in (RandomSampler, SequentialSampler):
@@ -108,9 +108,9 @@ def _with_sampler(
             drop_last=loader.drop_last if not predicting else False,
             pad=not training,
         )
-        if training and consumed:
-            resumable.resume(consumed, consumed_epoch)
-        return _update_dataloader(loader, resumable)
+        if training and resume is not None:
+            resumable.resume(*resume)
+        return _update_dataloader(loader, resumable, mode=RunningStage.PREDICTING if predicting else None)
     return _wrapped(loader, data_rank, data_size, seed)
 
 

@@ -116,7 +116,7 @@ class Stepper:
         self.parameters = trainable(parameters)
         # The same on every stage, whether or not it sees the loss.
         double = any(record.parameter.dtype == torch.float64 for record in parameters)
-        self._loss_dtype = torch.float64 if double else torch.float32
+        self.loss_dtype = torch.float64 if double else torch.float32
         self.runtime = PipelineRuntime(mesh, device)
         self.reducer = GradientReducer(parameters, mesh)
         self.exchange = LogExchange(mesh, device)
@@ -270,7 +270,7 @@ class Stepper:
         def install(incoming: Tensor) -> None:
             self._install(stash, float(incoming) / scale, unit, report.weight, accumulate, is_last_of_window)
 
-        value = torch.tensor(report.loss, dtype=self._loss_dtype, device=self.device)
+        value = torch.tensor(report.loss, dtype=self.loss_dtype, device=self.device)
         proxy = _HandOver.apply(self._anchor, value, install)
         return StepResult(_with_loss(outputs, proxy), report, samples)
 

@@ -227,7 +227,9 @@ class LogExchange:
         return StepReport(loss, weight, flags or (rows[0][0],), entries, tuple(values), tuple(weights))
 
 
-def replay(trainer: Any, report: StepReport, metrics: dict[str, Metric], device: torch.device) -> None:
+def replay(
+    trainer: Any, report: StepReport, metrics: dict[str, Metric], device: torch.device, dtype: torch.dtype
+) -> None:
     """Log a step's reduced entries on this rank, as if the step had run here on the whole batch.
 
     Args:
@@ -235,6 +237,7 @@ def replay(trainer: Any, report: StepReport, metrics: dict[str, Metric], device:
         report: from :class:`LogExchange`.
         metrics: metric attribute name -> the torchmetrics object to log on this rank.
         device: where logged values live.
+        dtype: of logged values: float64 under ``64-true``, else float32.
     """
     results = trainer._results
     if results is None:
@@ -247,8 +250,8 @@ def replay(trainer: Any, report: StepReport, metrics: dict[str, Metric], device:
         logged: Any
         if entry.is_metric:
             logged = metrics[entry.options["metric_attribute"]]
-            logged._forward_cache = torch.tensor(value, device=device)
+            logged._forward_cache = torch.tensor(value, dtype=dtype, device=device)
         else:
-            logged = torch.tensor(value, dtype=torch.get_default_dtype(), device=device)
+            logged = torch.tensor(value, dtype=dtype, device=device)
         results.log(entry.fx, entry.name, logged, batch_size=max(1, round(weight)), **entry.options)
         connector._current_fx = entry.fx

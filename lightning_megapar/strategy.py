@@ -33,6 +33,7 @@ from lightning_megapar.checkpoint.training_state import (
     pack,
 )
 from lightning_megapar.config import ConfigError, Layout, ParallelConfig, refuse_unknown
+from lightning_megapar.data.sampler import ResumableSampler
 from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm
 from lightning_megapar.launch import (
     FailureReporter,
@@ -42,6 +43,7 @@ from lightning_megapar.launch import (
     make_launcher,
     print_rank_table,
     resolve_environment,
+    shield_worker,
 )
 from lightning_megapar.loaders import prepare_loader
 from lightning_megapar.mesh import ParallelMesh
@@ -127,7 +129,8 @@ class MegaParStrategy(ParallelStrategy):
         self._where = "set-up"
         self._consumed_in_epoch = 0
         self._consumed_epoch = 0
-        self._resumed = (0, 0)
+        self._resumed: tuple[int, int] | None = None
+        self._train_sampler: ResumableSampler | None = None
 
     # -- who and where -----------------------------------------------------------------------------------------------
 
@@ -301,6 +304,7 @@ class MegaParStrategy(ParallelStrategy):
             schedule=self.config.pipeline_schedule,
             num_microbatches=self.num_microbatches,
             seed=self.seed,
+            forward_context=self.precision_plugin.forward_context,
         )
         # FSDP2 parameters made under inference_mode cannot be trained afterwards.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -475,12 +479,19 @@ class MegaParStrategy(ParallelStrategy):
 
     def _after_step(self, result: StepResult) -> None:
         assert self.lightning_module is not None
-        replay(self.lightning_module.trainer, result.report, self.prepared.metrics, self.root_device)
+        replay(
+            self.lightning_module.trainer,
+            result.report,
+            self.prepared.metrics,
+            self.root_device,
+            self.stepper.loss_dtype,
+        )
         self._leave_requested = self._leave_requested or any(result.report.flags)
 
     def _count_samples(self, trainer: Any, samples: int) -> None:
-        if trainer.current_epoch != self._consumed_epoch:
-            self._consumed_epoch, self._consumed_in_epoch = trainer.current_epoch, 0
+        epoch = trainer.current_epoch if self._train_sampler is None else self._train_sampler.epoch
+        if epoch != self._consumed_epoch:
+            self._consumed_epoch, self._consumed_in_epoch = epoch, 0
         self._consumed_in_epoch += samples * self.data_parallel_size
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -523,8 +534,7 @@ class MegaParStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         trainer = module.trainer
-        consumed, epoch = self._resumed
-        return prepare_loader(
+        prepared = prepare_loader(
             dataloader,
             data_rank=self.data_parallel_rank,
             data_size=self.data_parallel_size,
@@ -533,9 +543,13 @@ class MegaParStrategy(ParallelStrategy):
             predicting=trainer.predicting,
             num_microbatches=self.num_microbatches,
             inject_sampler=self._inject_sampler,
-            consumed=consumed,
-            consumed_epoch=epoch,
+            resume=self._resumed,
+            worker_init=shield_worker,
         )
+        if trainer.training:
+            sampler = getattr(prepared, "sampler", None)
+            self._train_sampler = sampler if isinstance(sampler, ResumableSampler) else None
+        return prepared
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
-"""Ranks for tests: processes spawned once per session, each task in a fresh process group.
+"""Ranks for tests: processes started once per session, each task in a fresh process group.
 
 ``pool.run(function, world_size, *args, mode="group"|"trainer")`` calls ``function(*args)`` on ranks ``0..world_size-1``
 and returns their results in rank order. ``function`` must be importable (module level); results must be picklable.
 
-* ``mode="group"``: the default process group (gloo, FileStore) is up while the function runs, and is destroyed after it.
+* ``mode="group"``: the default process group (gloo, FileStore) is up during the call, and destroyed after it.
 * ``mode="trainer"``: the environment looks as torchrun leaves it (RANK, WORLD_SIZE, MASTER_PORT, ...), so that a
   ``Trainer(strategy="megapar", devices=world_size)`` makes its own group.
 """
@@ -71,7 +71,7 @@ def _serve(connection: Connection) -> None:
                     TORCHELASTIC_RESTART_COUNT="0",
                 )
             result = ("ok", function(*args, **kwargs))
-        except BaseException:  # noqa: BLE001 - the parent re-raises it
+        except BaseException:
             result = ("error", traceback.format_exc())
         finally:
             if dist.is_initialized():
@@ -82,17 +82,25 @@ def _serve(connection: Connection) -> None:
         try:
             connection.send(result)
         except Exception:
-            connection.send(("error", traceback.format_exc()))
+            result = ("error", traceback.format_exc())
+            connection.send(result)
+        if result[0] == "error":
+            # Peers may wait for this rank; only its end tells them. Another one is forked when it is needed.
+            connection.close()
+            os._exit(1)
 
 
 class RankPool:
-    """A set of persistent rank processes (spawned on first use)."""
+    """A set of persistent rank processes (started on first use)."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("spawn")
+        # Forked from a process that has imported everything and computed nothing: a rank costs milliseconds.
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(["lightning.pytorch", "torch.distributed.fsdp", "lightning_megapar"])
         self._workers: list[tuple[Any, Connection]] = []
 
     def _ensure(self, count: int) -> None:
+        self._workers = [(process, connection) for process, connection in self._workers if process.is_alive()]
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -137,8 +145,8 @@ class RankPool:
                     # A rank that failed alone leaves its peers waiting: give them a moment, then give up on them.
                     deadline = min(deadline, time.monotonic() + 40)
         if errors:
-            if any("process died" in text for text in errors.values()):
-                self.close(kill=True)
+            for rank in errors:
+                workers[rank][0].join(5)
             raise RankError(_report(errors))
         return results
 

@@ -78,6 +78,7 @@ class ResumableSampler(Sampler[int]):
         self.pad = pad
         self.epoch = 0
         self._first_epoch: int | None = None
+        self._offset = 0
         self.consumed = consumed
 
     @property
@@ -92,14 +93,18 @@ class ResumableSampler(Sampler[int]):
         self._consumed = value
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next ``__iter__`` gives; ``consumed`` stays."""
-        self.epoch = epoch
+        """Choose the epoch whose order the next ``__iter__`` gives; ``consumed`` stays.
+
+        After :meth:`resume` the loop's own numbers are shifted so that they go on from the resumed epoch.
+        """
+        self.epoch = epoch + self._offset
 
     def resume(self, consumed: int, epoch: int) -> None:
         """Continue an interrupted run: ``consumed`` global samples of ``epoch`` are used.
 
-        A finished epoch (nothing left for a full batch) means that the next ``__iter__`` starts the epoch after it,
-        also when the loop announces the finished one again, as Lightning does after an end-of-epoch checkpoint.
+        The next ``__iter__`` goes on right there, or with the following epoch when nothing is left for a full batch,
+        whatever number the loop announces: Lightning counts an epoch that ``max_steps`` cut short as finished, and
+        announces the finished one again after an end-of-epoch checkpoint.
         """
         least = self.global_batch_size if self.drop_last else 1 if self.pad else self.data_size
         if self.num_samples - consumed < least:
@@ -157,8 +162,8 @@ class ResumableSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         # Not a generator function: `consumed` must be used up by the call, not by the first `next`.
         if self._first_epoch is not None:
-            self.epoch = max(self.epoch, self._first_epoch)
-            self._first_epoch = None
+            self._offset += self._first_epoch - self.epoch
+            self.epoch, self._first_epoch = self._first_epoch, None
         indices = self.indices(self._consumed)
         self._consumed = 0
         return _integers(indices)
