@@ -123,7 +123,7 @@ def encode_plain(values: dict[str, Any], where: str = "checkpoint") -> bytes:
     Raises:
         CheckpointError: naming the key that cannot be stored.
     """
-    converted = {key: plain(value, f"{where}[{key!r}]") for key, value in values.items()}
+    converted = {key: plain(_lightnings_type(key, value), f"{where}[{key!r}]") for key, value in values.items()}
     data = _dump(converted)
     try:
         _load(data)
@@ -135,6 +135,11 @@ def encode_plain(values: dict[str, Any], where: str = "checkpoint") -> bytes:
                 raise CheckpointError(f"{where}[{key!r}] cannot be loaded again: {_first_line(cause)}") from cause
         raise CheckpointError(f"{where} cannot be loaded again: {_first_line(error)}") from error
     return data
+
+
+def _lightnings_type(key: str, value: Any) -> Any:
+    """Lightning stores the class of OmegaConf hyper-parameters; it takes a name for it as well, and gives a dict."""
+    return f"{value.__module__}.{value.__qualname__}" if key == "hparams_type" and isinstance(value, type) else value
 
 
 def decode_plain(data: bytes, where: str) -> dict[str, Any]:

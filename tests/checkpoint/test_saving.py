@@ -360,6 +360,13 @@ def test_plain_values_come_back(tmp_path: Path) -> None:
     torch.load(tmp_path / "a.ckpt" / "rest.pt", weights_only=True)
 
 
+def test_the_class_of_omegaconf_hyper_parameters_is_kept_by_name(tmp_path: Path) -> None:
+    conf = OmegaConf.create({"width": 3})
+    save_sharded(tmp_path / "a.ckpt", {}, {"hyper_parameters": conf, "hparams_type": type(conf)}, step=0)
+    back = load_sharded(tmp_path / "a.ckpt", {})
+    assert back == {"hyper_parameters": {"width": 3}, "hparams_type": "omegaconf.dictconfig.DictConfig"}
+
+
 class Custom:
     pass
 

@@ -1,0 +1,169 @@
+"""A sharded checkpoint exported to one file is what plain Lightning would have written."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_megapar.checkpoint import save_sharded
+from lightning_megapar.checkpoint.training_state import named_optimizer_state, pack
+from lightning_megapar.data_parallel.parameters import ModuleNames, collect_parameters
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Tied(pl.LightningModule):
+    """Two layers that share a weight, a buffer, two parameter groups and a scheduler."""
+
+    def __init__(self, width: int = 4, tags: tuple[str, ...] = ("a",)) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.first = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.second = nn.Linear(width, width, bias=False)
+        self.second.weight = self.first.weight
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.second(self.norm(self.first(batch[0])).relu()).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        named = dict(self.named_parameters())
+        matrices = [p for p in named.values() if p.dim() > 1]
+        others = [p for p in named.values() if p.dim() < 2]
+        optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others}], lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def _trainer(directory: Path, epochs: int, **more: Any) -> pl.Trainer:
+    return pl.Trainer(
+        max_epochs=epochs, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=directory, enable_checkpointing=False, **more,
+    )  # fmt: skip
+
+
+def _loader() -> DataLoader:
+    return DataLoader(TensorDataset(torch.arange(48.0).reshape(12, 4).sin()), batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """A sharded checkpoint, what plain Lightning saves of the same state, and the weights after more steps."""
+    directory = tmp_path_factory.mktemp("export")
+    torch.manual_seed(0)
+    module = Tied()
+    trainer = _trainer(directory, 2)
+    trainer.fit(module, _loader())
+    trainer.save_checkpoint(directory / "plain.ckpt")
+    plain = torch.load(directory / "plain.ckpt", weights_only=True)
+    names = ModuleNames.record(module)
+    records = collect_parameters(module, names, {}, set(), set())
+    ours = {**plain, "optimizer_states": [named_optimizer_state(o, records) for o in trainer.optimizers]}
+    tensors, rest = pack(ours, names, world_size=1)
+    save_sharded(directory / "last.ckpt", tensors, rest, step=trainer.global_step)
+    resumed = Tied()
+    _trainer(directory, 4).fit(resumed, _loader(), ckpt_path=directory / "plain.ckpt")
+    return directory, plain, copy.deepcopy(resumed.state_dict())
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b
+
+
+def _export(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The recipe as a user runs it."""
+    command = [sys.executable, str(ROOT / "recipes" / "export.py"), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def _main(*arguments: str | Path) -> int:
+    """The recipe's function, without the seconds that a new process takes to import torch."""
+    spec = importlib.util.spec_from_file_location("export_recipe", ROOT / "recipes" / "export.py")
+    assert spec is not None and spec.loader is not None
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    return recipe.main([str(a) for a in arguments])
+
+
+def test_the_file_is_what_lightning_would_have_written(trained: Any) -> None:
+    directory, plain, continued = trained
+    out = directory / "model.pt"
+    done = _export(directory / "last.ckpt", out)
+    assert done.returncode == 0, done.stderr
+    assert "weights and training state of step 6" in done.stdout
+    assert [e for e in os.listdir(directory) if e.startswith(".")] == []
+    exported = torch.load(out, weights_only=True)
+    assert set(exported) == set(plain)
+    for key in plain:
+        assert _same(exported[key], plain[key]), key
+    assert exported["hyper_parameters"] == {"width": 4, "tags": ("a",)}
+    weights = exported["state_dict"]
+    assert weights["second.weight"].untyped_storage().data_ptr() == weights["first.weight"].untyped_storage().data_ptr()
+    # Plain Lightning opens it, both ways, and continues as from its own file.
+    module = Tied.load_from_checkpoint(out)
+    assert _same(dict(module.state_dict()), dict(plain["state_dict"])) and module.hparams.width == 4
+    resumed = Tied()
+    _trainer(directory, 4).fit(resumed, _loader(), ckpt_path=out)
+    assert _same(dict(resumed.state_dict()), dict(continued))
+    assert not _same(dict(resumed.state_dict()), dict(plain["state_dict"]))
+
+
+def test_an_existing_file_is_replaced_only_when_asked(trained: Any, tmp_path: Path, capsys: Any) -> None:
+    directory, _, _ = trained
+    out = tmp_path / "model.pt"
+    assert _main(directory / "last.ckpt", out) == 0
+    size = out.stat().st_size
+    assert _main(directory / "last.ckpt", out, "--model-only") == 2
+    assert "--force" in capsys.readouterr().err and out.stat().st_size == size
+    assert _main(directory / "last.ckpt", out, "--model-only", "--force") == 0
+    assert out.stat().st_size < size
+    assert set(torch.load(out, weights_only=True)) <= {
+        "state_dict", "epoch", "global_step", "pytorch-lightning_version", "hyper_parameters", "hparams_name",
+    }  # fmt: skip
+    Tied.load_from_checkpoint(out)
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_other_paths_are_refused(trained: Any, tmp_path: Path, capsys: Any) -> None:
+    directory, _, _ = trained
+    out = tmp_path / "out.pt"
+    done = _export(directory / "plain.ckpt", out)
+    assert done.returncode == 2 and "a single file (torch.save)" in done.stderr and "Traceback" not in done.stderr
+    for path, words in {
+        directory / "missing.ckpt": "does not exist; beside it are last.ckpt",
+        directory: "holds checkpoints; give one of them",
+    }.items():
+        assert _main(path, out) == 2
+        assert words in capsys.readouterr().err
+    assert _main(directory / "last.ckpt", tmp_path / "no" / "out.pt") == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert _main(directory / "last.ckpt", tmp_path) == 2
+    damaged = tmp_path / "damaged.ckpt"
+    shutil.copytree(directory / "last.ckpt", damaged)
+    with open(damaged / "__0_0.distcp", "r+b") as file:
+        file.seek(900)
+        file.write(b"damage")
+    assert _main(damaged, out) == 2
+    heard = capsys.readouterr().err
+    assert "is damaged" in heard and "__0_0.distcp" in heard
+    assert os.listdir(tmp_path) == ["damaged.ckpt"]
