@@ -68,7 +68,13 @@ class PreemptionFlag:
         self._active = True
 
     def restore(self) -> None:
-        """Give the signals back to the handlers that were there before the first :meth:`install`."""
+        """Give the signals back to the handlers that were there before the first :meth:`install`.
+
+        Not when the flag is set: the process is leaving because of it, and a launcher that sees the first rank go sends
+        SIGTERM to those that are still closing their files.
+        """
+        if self.is_set:
+            return
         self._active = False
         if threading.current_thread() is not threading.main_thread():
             return
@@ -78,7 +84,7 @@ class PreemptionFlag:
                 signal.signal(signum, handler)
 
     def clear(self) -> None:
-        """Forget a signal that has been dealt with."""
+        """Forget a signal that has been dealt with (by something other than leaving)."""
         self.is_set, self.signum = False, None
 
     def set(self, signum: int = signal.SIGTERM) -> None:

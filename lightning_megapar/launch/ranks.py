@@ -124,16 +124,12 @@ class ForkedRanks:
         for stream in (sys.stdout, sys.stderr):
             flush(stream)
         parent = os.getpid()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python >= 3.12: "multi-threaded, use of fork()"
-            for rank in range(1, size):
-                child = os.fork()
-                if child == 0:
-                    random.setstate(python_random)
-                    ranks._become(rank, parent)
-                    _current = ranks
-                    return ranks
-                ranks.children[rank] = child
+        rank = ranks._fork_each()
+        if rank:
+            random.setstate(python_random)
+            ranks._become(rank, parent)
+            _current = ranks
+            return ranks
         gc.unfreeze()
         ranks._kept = []
         _current = ranks
@@ -143,6 +139,20 @@ class ForkedRanks:
             atexit.register(ranks._finish)
         threading.Thread(target=ranks._watch, name="megapar-ranks", daemon=True).start()
         return ranks
+
+    def _fork_each(self) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python >= 3.12: "multi-threaded, use of fork()"
+            for rank in range(1, self.size):
+                try:
+                    child = os.fork()
+                except OSError:  # out of processes or memory
+                    self.close()
+                    raise
+                if child == 0:
+                    return rank
+                self.children[rank] = child
+        return 0
 
     def _publish_environment(self) -> None:
         from lightning.fabric.plugins.environments.lightning import find_free_network_port
