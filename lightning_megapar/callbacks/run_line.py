@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -98,8 +99,12 @@ class RunLine(MeteredCallback, ProgressBar):
         MeteredCallback.on_validation_start(self, trainer, pl_module)
         self._start()
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
-        self._busy("checking validation" if trainer.sanity_checking else "validating")
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        checking = trainer.sanity_checking
+        total = trainer.num_sanity_val_batches if checking else trainer.num_val_batches
+        self._busy("checking validation" if checking else "validating", batch_idx, total)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         MeteredCallback.on_validation_end(self, trainer, pl_module)
@@ -108,16 +113,20 @@ class RunLine(MeteredCallback, ProgressBar):
             self._say()
         self._idle(trainer)
 
-    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
         self._start()
-        self._busy("testing")
+        self._busy("testing", batch_idx, trainer.num_test_batches)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._idle(trainer)
 
-    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
         self._start()
-        self._busy("predicting")
+        self._busy("predicting", batch_idx, trainer.num_predict_batches)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._idle(trainer)
@@ -159,8 +168,10 @@ class RunLine(MeteredCallback, ProgressBar):
             self._live.refresh()
             self._drawn_at = time.perf_counter()
 
-    def _busy(self, activity: str) -> None:
-        self._activity = activity
+    def _busy(self, activity: str, batch_idx: int, totals: Sequence[int | float]) -> None:
+        # One number per loader; an endless loader has none.
+        end = f"/{totals[0]}" if len(totals) == 1 and isinstance(totals[0], int) else ""
+        self._activity = f"{activity} {batch_idx + 1}{end}"
         if self._live is not None and time.perf_counter() - self._drawn_at >= _REFRESH_SECONDS:
             self._draw()
 
@@ -183,9 +194,9 @@ class RunLine(MeteredCallback, ProgressBar):
         from rich.text import Text
 
         record = self._record
-        text = "starting" if record is None else line(record, self._val_loss)
-        if self._activity:
-            text = f"{text} | {self._activity}" if record is not None else self._activity
+        text = self._activity or "starting"
+        if record is not None:
+            text = line(record, self._val_loss, self._activity, console.width - 1)
         room = console.width - len(text) - 1
         if record is None or record.total_steps is None or room < _NARROWEST_BAR:
             return Text(text, no_wrap=True, overflow="ellipsis")
@@ -196,24 +207,36 @@ class RunLine(MeteredCallback, ProgressBar):
         return grid
 
 
-def line(record: StepRecord, val_loss: float | None = None) -> str:
-    """A step in one line without control characters; unknown values are left out."""
+def line(record: StepRecord, val_loss: float | None = None, activity: str = "", width: int | None = None) -> str:
+    """A step in one line without control characters; unknown values are left out.
+
+    Args:
+        record: the step.
+        val_loss: last known validation loss.
+        activity: what goes on, put last.
+        width: when the line would be longer, what matters least is left out.
+    """
+    parts: dict[str, str] = {}
+
+    def say(name: str, value: float | None, text: Callable[[float], str]) -> None:
+        if value is not None:
+            parts[name] = text(value)
+
     total = "" if record.total_steps is None else f"/{record.total_steps}"
-    parts = [f"step {record.step}{total}"]
-    if record.train_loss is not None:
-        parts.append(f"loss {record.train_loss:.4f}")
-    if val_loss is not None:
-        parts.append(f"val_loss {val_loss:.4f}")
-    if record.grad_norm is not None:
-        parts.append(f"grad_norm {record.grad_norm:.4g}")
-    if record.tokens_per_second is not None:
-        parts.append(f"{record.tokens_per_second:,.0f} tokens/s")
-    if record.peak_memory_bytes:
-        parts.append(f"peak {record.peak_memory_bytes / 2**20:,.0f} MiB")
-    parts.append(f"data wait {100 * record.data_wait_share:.1f} %")
-    if record.eta_seconds is not None:
-        parts.append(f"ETA {timedelta(seconds=round(record.eta_seconds))}")
-    return " | ".join(parts)
+    say("step", record.step, lambda v: f"step {v}{total}")
+    say("loss", record.train_loss, lambda v: f"loss {v:.4f}")
+    say("val_loss", val_loss, lambda v: f"val_loss {v:.4f}")
+    say("grad_norm", record.grad_norm, lambda v: f"grad_norm {v:.4g}")
+    say("tokens", record.tokens_per_second, lambda v: f"{v:,.0f} tokens/s")
+    say("memory", record.peak_memory_bytes or None, lambda v: f"peak {v / 2**20:,.0f} MiB")
+    say("wait", record.data_wait_share, lambda v: f"data wait {100 * v:.1f} %")
+    say("eta", record.eta_seconds, lambda v: f"ETA {timedelta(seconds=round(v))}")
+    if activity:
+        parts["activity"] = activity
+    for name in ("wait", "memory", "grad_norm", "eta", "tokens"):
+        if width is not None and len(" | ".join(parts.values())) > width:
+            parts.pop(name, None)
+    return " | ".join(parts.values())
 
 
 def _may_be_terminal() -> bool:

@@ -111,7 +111,7 @@ def test_terminal_gets_one_line_redrawn_in_place(tmp_path: Path, monkeypatch: py
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     for step in range(1, 11):
         assert f"step {step}/10 | loss " in plain
-    assert "validating" in plain and "val_loss" in plain and "tokens/s" in plain
+    assert "validating 1/2" in plain and "val_loss" in plain and "tokens/s" in plain
     assert "\u2501" in plain  # the bar
     assert "\x1b[?25h" in text  # the cursor is back
 
@@ -142,6 +142,21 @@ def test_works_for_validate_and_test_alone(tmp_path: Path) -> None:
 def test_unknown_values_are_left_out() -> None:
     record = StepRecord(3, 0, None, None, None, None, 0.0, 0.0, 0, 0, 1.0, None, None)
     assert line(record) == "step 3 | data wait 0.0 %"
+
+
+def test_narrow_line_keeps_what_matters() -> None:
+    record = StepRecord(30, 0, 2.5, 0.75, 1e-3, 12345.6, 0.1, 0.01, 2**30, 480, 60.0, 90.0, 100)
+    whole = line(record, 2.25)
+    assert whole == (
+        "step 30/100 | loss 2.5000 | val_loss 2.2500 | grad_norm 0.75 | 12,346 tokens/s | peak 1,024 MiB | "
+        "data wait 1.0 % | ETA 0:01:30"
+    )
+    assert line(record, 2.25, width=len(whole)) == whole
+    at_80 = line(record, 2.25, width=80)
+    assert at_80 == "step 30/100 | loss 2.5000 | val_loss 2.2500 | 12,346 tokens/s | ETA 0:01:30"
+    assert (
+        line(record, 2.25, "validating 3/8", width=60) == "step 30/100 | loss 2.5000 | val_loss 2.2500 | validating 3/8"
+    )
 
 
 def test_interval_is_checked() -> None:
