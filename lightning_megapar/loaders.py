@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
@@ -35,9 +35,10 @@ def prepare_loader(
 
     A plain ``DataLoader`` over a map-style dataset (sequential or random order) gets a :class:`ResumableSampler`: its
     order depends on the seed and the epoch only, its slice on the data rank, and an interrupted run goes on at
-    ``resume = (global samples used of that epoch, epoch)``. A loader that does not shuffle stays unshuffled. A loader with a sampler of the user's own is
-    left alone with one data rank, wrapped as Lightning does with several. Workers are seeded by data rank, so that
-    tensor and pipeline peers, which must see the same batch, draw the same augmentations.
+    ``resume = (global samples used of that epoch, epoch)``. A loader that does not shuffle stays unshuffled. Outside
+    training the last samples are repeated where the data ranks would otherwise get unequal counts. A loader with a
+    sampler of the user's own is left alone with one data rank, wrapped as Lightning does with several. Workers are
+    seeded by data rank, so that tensor and pipeline peers, which must see the same batch, draw the same augmentations.
 
     Raises:
         ConfigError: when the training batch size is not divisible by the number of microbatches.
@@ -90,33 +91,42 @@ def _with_sampler(
             )
         return loader
     sampler = loader.sampler
-    # For predict, Lightning has wrapped the batch sampler already, to keep the indices of the predictions.
-    plain_batches = loader.batch_size is not None and (predicting or type(loader.batch_sampler) is BatchSampler)
+    batches = loader.batch_sampler
+    if predicting and isinstance(batches, _IndexBatchSamplerWrapper):
+        batches = batches._batch_sampler  # Lightning's wrapper, which keeps the indices of the predictions
     if isinstance(sampler, DistributedSampler):
         return loader
-    if plain_batches and type(sampler) in (RandomSampler, SequentialSampler):
+    if type(batches) is BatchSampler and type(sampler) in (RandomSampler, SequentialSampler):
         shuffle = type(sampler) is RandomSampler
         if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(loader.dataset)):  # type: ignore[arg-type]
             return _wrapped(loader, data_rank, data_size, seed)
         resumable = ResumableSampler(
             num_samples=len(loader.dataset),  # type: ignore[arg-type]
-            batch_size=loader.batch_size,  # type: ignore[arg-type]
+            batch_size=batches.batch_size,
             data_rank=data_rank,
             data_size=data_size,
             shuffle=shuffle,
             seed=seed,
-            drop_last=loader.drop_last if not predicting else False,
+            drop_last=batches.drop_last,
             pad=not training,
         )
         if training and resume is not None:
             resumable.resume(*resume)
-        return _update_dataloader(loader, resumable, mode=RunningStage.PREDICTING if predicting else None)
+        if predicting:
+            batches.sampler = resumable
+            return loader
+        return _update_dataloader(loader, resumable)
     return _wrapped(loader, data_rank, data_size, seed)
 
 
 def _wrapped(loader: DataLoader, data_rank: int, data_size: int, seed: int) -> DataLoader:
     if data_size == 1:
         return loader
+    if isinstance(loader.batch_sampler, _IndexBatchSamplerWrapper):
+        raise ConfigError(
+            "predict with a sampler of your own and data_parallel_size > 1 cannot be split over the data ranks; use a "
+            "sequential loader, or split in the sampler by trainer.strategy.distributed_sampler_kwargs"
+        )
     wrapped = DistributedSamplerWrapper(
         loader.sampler, num_replicas=data_size, rank=data_rank, shuffle=False, seed=seed
     )

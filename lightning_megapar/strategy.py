@@ -422,6 +422,17 @@ class MegaParStrategy(ParallelStrategy):
         finally:
             self._accumulating = False
 
+    def on_train_start(self) -> None:
+        if self._resumed is None:
+            return
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        # A checkpoint from the very end of an epoch says that all its batches are done; Lightning would count them
+        # into the epoch that follows, and leave it after one batch.
+        if progress.completed == progress.ready >= trainer.num_training_batches:
+            progress.reset()
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._leave_if_requested()
 
@@ -489,7 +500,10 @@ class MegaParStrategy(ParallelStrategy):
         self._leave_requested = self._leave_requested or any(result.report.flags)
 
     def _count_samples(self, trainer: Any, samples: int) -> None:
-        epoch = trainer.current_epoch if self._train_sampler is None else self._train_sampler.epoch
+        epoch = trainer.current_epoch
+        if self._train_sampler is not None:
+            self._train_sampler.started()
+            epoch = self._train_sampler.epoch
         if epoch != self._consumed_epoch:
             self._consumed_epoch, self._consumed_in_epoch = epoch, 0
         self._consumed_in_epoch += samples * self.data_parallel_size

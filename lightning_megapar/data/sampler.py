@@ -77,7 +77,7 @@ class ResumableSampler(Sampler[int]):
         self.drop_last = drop_last
         self.pad = pad
         self.epoch = 0
-        self._first_epoch: int | None = None
+        self._resume: tuple[int, int] | None = None
         self._offset = 0
         self.consumed = consumed
 
@@ -102,15 +102,19 @@ class ResumableSampler(Sampler[int]):
     def resume(self, consumed: int, epoch: int) -> None:
         """Continue an interrupted run: ``consumed`` global samples of ``epoch`` are used.
 
-        The next ``__iter__`` goes on right there, or with the following epoch when nothing is left for a full batch,
-        whatever number the loop announces: Lightning counts an epoch that ``max_steps`` cut short as finished, and
-        announces the finished one again after an end-of-epoch checkpoint.
+        Until :meth:`started` is called every ``__iter__`` goes on right there, or with the following epoch when nothing
+        is left for a full batch, whatever number the loop announces: Lightning counts an epoch that ``max_steps`` cut
+        short as finished, announces the finished one again after an end-of-epoch checkpoint, and may throw away its
+        first iterator.
         """
         least = self.global_batch_size if self.drop_last else 1 if self.pad else self.data_size
         if self.num_samples - consumed < least:
-            self._first_epoch, self.consumed = epoch + 1, 0
-        else:
-            self._first_epoch, self.consumed = epoch, consumed
+            epoch, consumed = epoch + 1, 0
+        self._resume = (epoch, consumed)
+
+    def started(self) -> None:
+        """The first batch after :meth:`resume` has been trained: from now on the loop's epochs count."""
+        self._resume = None
 
     @property
     def global_batch_size(self) -> int:
@@ -161,12 +165,13 @@ class ResumableSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         # Not a generator function: `consumed` must be used up by the call, not by the first `next`.
-        if self._first_epoch is not None:
-            self._offset += self._first_epoch - self.epoch
-            self.epoch, self._first_epoch = self._first_epoch, None
-        indices = self.indices(self._consumed)
+        consumed = self._consumed
+        if self._resume is not None:
+            epoch, consumed = self._resume
+            self._offset += epoch - self.epoch
+            self.epoch = epoch
         self._consumed = 0
-        return _integers(indices)
+        return _integers(self.indices(consumed))
 
 
 def epoch_seed(seed: int, epoch: int) -> int:

@@ -90,3 +90,53 @@ def test_checkpoint_loads_with_weights_only(pool: RankPool, tmp_path: Path) -> N
     assert rest
     loaded = torch.load(rest[0], weights_only=True)
     assert loaded
+
+
+def every_kind_of_checkpoint(root: str) -> dict[str, tuple[list[float], list[float]]]:
+    """One process: resume from each step's mid-epoch, end-of-epoch and after-fit checkpoint."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from lightning_megapar import MegaParStrategy
+
+    def run(
+        stop: int, ckpt: str | None = None, callback: ModelCheckpoint | None = None, save: str | None = None
+    ) -> Any:
+        record = parity.Record()
+        trainer = Trainer(
+            strategy=MegaParStrategy(seed=11),
+            accelerator="cpu",
+            devices=1,
+            max_steps=stop,
+            max_epochs=-1,
+            precision="64-true",
+            callbacks=[record, *([callback] if callback else [])],
+            logger=False,
+            enable_checkpointing=callback is not None,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=root,
+        )
+        loader = DataLoader(parity.Tokens(24, 16, 61), batch_size=BATCH, shuffle=True, drop_last=True)
+        trainer.fit(parity.Model(parity.style("gpt2", num_layers=1), "adamw"), loader, ckpt_path=ckpt)
+        if save:
+            trainer.save_checkpoint(save)
+        return record.losses
+
+    whole = run(11)
+    where = Path(root)
+    run(7, callback=ModelCheckpoint(where, filename="batch_{step}", every_n_train_steps=1, save_top_k=-1))
+    run(7, callback=ModelCheckpoint(where, filename="epoch_{step}", every_n_epochs=1, save_top_k=-1))
+    for step in (2, 3, 6):
+        run(step, save=f"{root}/fit_step={step}.ckpt")
+    results = {}
+    for path in sorted(where.glob("*.ckpt")):
+        step = int(path.stem.split("=")[-1])
+        results[path.stem] = (run(step + 4, ckpt=str(path)), whole[step : step + 4])
+    return results
+
+
+def test_every_kind_of_checkpoint(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(every_kind_of_checkpoint, 1, str(tmp_path), mode="trainer")[0]
+    assert len(results) == 7 + 3 + 3
+    for name, (resumed, expected) in results.items():
+        assert resumed == pytest.approx(expected, rel=1e-12), name
