@@ -121,12 +121,16 @@ def test_two_epochs_of_an_interrupted_run_cover_everything_once_each() -> None:
 
 
 @pytest.mark.parametrize(("consumed", "epoch", "rest"), [(8, 2, 12), (16, 2, 4), (17, 3, 20), (20, 3, 20)])
-def test_resume_goes_on_in_its_epoch_or_starts_the_next(consumed: int, epoch: int, rest: int) -> None:
+@pytest.mark.parametrize("announced", [2, 3])
+def test_resume_goes_on_in_its_epoch_or_starts_the_next(consumed: int, epoch: int, rest: int, announced: int) -> None:
     (sampler,) = samplers(1, 4, 20, seed=1)
     sampler.resume(consumed=consumed, epoch=2)
-    sampler.set_epoch(2)  # Lightning announces the epoch of the checkpoint, also when that was finished
-    assert list(sampler) == sampler.order(epoch).tolist()[20 - rest :]
-    sampler.set_epoch(epoch + 1)
+    sampler.set_epoch(announced)  # Lightning's number: the epoch of the checkpoint, or one more when it was cut short
+    left = sampler.order(epoch).tolist()[20 - rest :]
+    assert list(sampler) == left
+    assert list(sampler) == left, "a first iterator may be thrown away"
+    sampler.started()
+    sampler.set_epoch(announced + 1)
     assert list(sampler) == sampler.order(epoch + 1).tolist()
 
 
