@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -48,19 +51,28 @@ def shard_module(module: nn.Module, mesh: DeviceMesh | None, sequence_parallel: 
                 "parallel (such as VocabParallelEmbedding with VocabParallelHead), or untie them"
             )
         if kinds == {True}:
-            placements = {
-                str(owner.placement(name, mesh)) for _, owner, name in owners if isinstance(owner, ParallelLayer)
-            }
+            placements = set()
+            for path, owner, name in owners:
+                with _naming(path):
+                    placements.add(owner.placement(name, mesh))  # type: ignore[operator]
             if len(placements) > 1:
                 raise ConfigError(
-                    f"{' and '.join(names)} share one parameter but split it differently: {', '.join(placements)}"
+                    f"{' and '.join(names)} share one parameter but split it differently: "
+                    f"{', '.join(sorted(map(str, placements)))}"
                 )
     for path, layer in module.named_modules():
         if isinstance(layer, ParallelLayer):
-            try:
+            with _naming(path):
                 layer.shard(mesh, sequence_parallel)
-            except ConfigError as error:
-                raise ConfigError(f"{path}: {error}" if path else str(error)) from error
     for (_, first, first_name), *others in tied:
         for _, other, name in others:
             other._parameters[name] = first._parameters[first_name]
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Put the layer's dotted name in front of what it refuses."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}" if path else str(error)) from error
