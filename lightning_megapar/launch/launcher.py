@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment, LightningE
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from torch.distributed.tensor import DTensor
 
 from lightning_megapar.config import ConfigError, Layout
 from lightning_megapar.launch.environment import check_world, place_of, resolve_environment
@@ -155,9 +157,6 @@ class _MegaParLauncher(_Launcher):
     def _after_failure(self) -> None:
         """Rank 0 is about to raise."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a launcher belongs to one process and cannot be pickled")
-
 
 class ExternalLauncher(_MegaParLauncher):
     """Ranks that torchrun, SLURM, submitit or the user started, or a run of one rank: nothing to start."""
@@ -170,8 +169,8 @@ class ExternalLauncher(_MegaParLauncher):
         """Check the numbers, then run ``function`` with failures reported."""
         self._check()
         self.trainer = trainer
-        world = self.environment.world_size()
-        if world > 1:
+        if self.environment.world_size() > 1:
+            _share_cores(self.strategy.num_processes)
             self._arm_external()
         return self._call(function, args, kwargs)
 
@@ -198,8 +197,9 @@ class ForkInPlaceLauncher(_MegaParLauncher):
             self._dismiss(ranks, size)
             ranks = None
         if ranks is None and size > 1:
+            self._refuse_shards(args)
             discard_process_group()
-            ranks = ForkedRanks.fork(size, scoped=under_pytest() or interactive())
+            ranks = ForkedRanks.fork(size, scoped=_must_return())
         self._take_rank()
         if ranks is None:
             self.failures.arm(None, 0, "guest")
@@ -233,6 +233,19 @@ class ForkInPlaceLauncher(_MegaParLauncher):
             )
         discard_process_group()
         ranks.close(DISMISS_WITHIN)
+
+    def _refuse_shards(self, args: Any) -> None:
+        # New ranks are copies of this process: the other shards of a module that was cut before are gone.
+        module = args[0] if args and isinstance(args[0], torch.nn.Module) else self.trainer and self.trainer.model
+        prepared = vars(module).get("_megapar_prepared") if isinstance(module, torch.nn.Module) else None
+        if prepared is None:
+            return
+        if prepared.layout.pipeline > 1 or any(isinstance(p, DTensor) for p in module.parameters()):
+            raise ConfigError(
+                f"{type(module).__name__} was cut for {prepared.layout.describe()} and the ranks that held its other "
+                f"parts have ended (after a failure, and in notebooks and under pytest after each call); "
+                f"build the module anew and load its checkpoint (ckpt_path=...)"
+            )
 
     def _run_scoped(self, ranks: ForkedRanks, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if ranks.rank != 0:
@@ -296,6 +309,17 @@ class ReexecLauncher(_MegaParLauncher, _SubprocessScriptLauncher):
         self.trainer = trainer
         self._arm_external()
         return self._call(function, args, kwargs)
+
+
+def _must_return() -> bool:
+    # A child has no test runner or kernel to return to, and of the caller's threads only the one that forked.
+    return under_pytest() or interactive() or threading.current_thread() is not threading.main_thread()
+
+
+def _share_cores(processes: int) -> None:
+    # As Lightning does for ranks that it did not start: unless told otherwise, no more threads than cores.
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
 
 
 def stage_of(trainer: Any) -> str:

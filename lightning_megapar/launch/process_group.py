@@ -129,6 +129,7 @@ def create_process_group(
     base = _base_store(environment, identity, rank, world, count)
     store = dist.PrefixStore(prefix, base)
     store.set_timeout(SETUP_TIMEOUT)
+    hook = sys.excepthook
     try:
         uid = _agree(store, environment, identity, rank, world, first=count == 1)
         dist.init_process_group(
@@ -147,6 +148,10 @@ def create_process_group(
         raise ProcessGroupError(
             f"rank {rank} of {world}: not every rank appeared within {SETUP_TIMEOUT.total_seconds():.0f} s ({error})"
         ) from error
+    finally:
+        # torch wraps the hook once more for each group, to put "[rank0]: " before every line of a traceback; our notes
+        # name the rank once.
+        sys.excepthook = hook
 
 
 def failure_slot(environment: ClusterEnvironment) -> StoreSlot:

@@ -124,10 +124,11 @@ class ForkedRanks:
         for stream in (sys.stdout, sys.stderr):
             flush(stream)
         parent = os.getpid()
+        from_main = threading.current_thread() is threading.main_thread()
         rank = ranks._fork_each()
         if rank:
             random.setstate(python_random)
-            ranks._become(rank, parent)
+            ranks._become(rank, parent, from_main)
             _current = ranks
             return ranks
         gc.unfreeze()
@@ -168,8 +169,9 @@ class ForkedRanks:
         if sys.platform.startswith("linux"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: no need to listen to the network
 
-    def _become(self, rank: int, parent: int) -> None:
-        die_with_parent(parent)
+    def _become(self, rank: int, parent: int, from_main: bool) -> None:
+        if from_main:  # the kernel's notion of a parent is the thread that forked
+            die_with_parent(parent)
         self.rank = rank
         self.children = {}
         torch.set_num_threads(1)

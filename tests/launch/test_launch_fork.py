@@ -222,3 +222,61 @@ print("back in", os.getpid(), not torch.equal(before, model.layer.weight), flush
     assert result.code == 0, result.text
     assert [line for line in result.out.splitlines() if "back" in line] == [f"back in {running.pid} True"]
     result.assert_nobody_left()
+
+
+RETRY = """
+class Deep(Model):
+    def __init__(self):
+        super().__init__()
+        head = self.layer
+        del self.layer
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(4))
+        self.layer = head
+    def forward(self, hidden):
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.layer(hidden)
+from lightning_megapar import ConfigError, MegaParStrategy
+def staged():
+    strategy = MegaParStrategy(pipeline_parallel_size=2, num_microbatches=1)
+    return L.Trainer(strategy=strategy, devices=2, accelerator="cpu", max_steps=4, limit_val_batches=0, logger=False,
+                     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+model = Deep()
+model.stage, model.rank = "step", 1
+try:
+    staged().fit(model)
+except RuntimeError as error:
+    note("first", error)
+model.rank = -1
+try:
+    staged().fit(model)
+except ConfigError as error:
+    note("second", error)
+staged().fit(Deep())
+"""
+
+
+def test_shards_that_ended_with_their_rank_are_missed(cases: CaseServer) -> None:
+    """A pipelined module cannot be retried on fresh ranks: stage 1 has gone, and a copy of stage 0 is not it."""
+    result = cases.run(RETRY)
+    assert result.code == 0, result.text
+    assert "rank 1 (data 0, pipeline 1, tensor 0) failed in training step 2" in result.read("first")
+    assert "was cut for pipeline=2" in result.read("second")
+    result.assert_nobody_left()
+
+
+def test_launching_from_a_thread(cases: CaseServer) -> None:
+    code = """
+import threading
+thread = threading.Thread(target=lambda: trainer(2).fit(Model()))
+thread.start()
+thread.join()
+time.sleep(0.3)
+print("after", os.getpid(), flush=True)
+"""
+    running = cases.start(code)
+    result = running.wait()
+    assert result.code == 0, result.text
+    assert [line for line in result.out.splitlines() if "after" in line] == [f"after {running.pid}"]
+    assert len(result.pids()) == 2
+    result.assert_nobody_left()
