@@ -202,3 +202,67 @@ note(f"done-{attempt}-{fit.global_rank}", fit.global_step)
     assert [result.read(f"done-1-{rank}") for rank in range(2)] == ["4", "4"]
     assert not list(tmp_path.glob("done-0-*"))
     result.assert_nobody_left()
+
+
+def tasks(kind: str, rank: int, job: int) -> dict[str, str]:
+    """What two tasks of one job find in their environment."""
+    if kind == "submitit":
+        return {
+            "SUBMITIT_LOCAL_JOB_ID": str(job),
+            "SUBMITIT_LOCAL_NTASKS": "2",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_GLOBALID": str(rank),
+            "SUBMITIT_LOCAL_LOCALID": str(rank),
+        }
+    return {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NODELIST": "127.0.0.1",
+        "SLURM_NNODES": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+    }
+
+
+@pytest.mark.parametrize("kind", ["submitit", "slurm"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tasks_of_a_scheduler_fail_once(cases: CaseServer, kind: str, rank: int) -> None:
+    """Two processes started by hand with a scheduler's variables: they meet, train, and one speaks of the failure."""
+    job = os.getpid() * 10 + rank + 5 * (kind == "slurm")
+    code = FAILING.replace("trainer(4", "trainer(2")
+    running = [cases.start(code, "step", rank, env=tasks(kind, r, job)) for r in range(2)]
+    results = [one.wait() for one in running]
+    assert [result.code for result in results] == [1, 1], "\n".join(result.text for result in results)
+    said = [result.text.count(f"planted-step-{rank}") for result in results]
+    assert said == [1 - rank, rank], "\n".join(result.text for result in results)
+    assert f"rank {rank} (data {rank}, pipeline 0, tensor 0) in training step 2" in results[rank].err
+    assert "Traceback" not in results[1 - rank].err, results[1 - rank].err
+    for result in results:
+        assert result.ended - float(results[rank].read("raised")) < 5 * max(1.0, os.getloadavg()[0] / 4)
+        result.assert_nobody_left()
+
+
+@pytest.mark.slow
+def test_where_forking_is_unsafe_the_script_is_started_again(tmp_path: Path) -> None:
+    code = """
+from lightning_megapar.launch import launcher
+launcher.why_not_fork = lambda nodes=1: "a test " + "says so"
+model = Model()
+model.stage, model.rank = "step", 1
+trainer(2).fit(model)
+"""
+    path = tmp_path / "case.py"
+    path.write_text(PREAMBLE + code)
+    environment = clean_environment(OUT=str(tmp_path))
+    done = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=120)
+    result = Result(done.returncode, time.time(), done.stdout, done.stderr, tmp_path)
+    assert result.code == 1, result.text
+    assert result.err.count("started by running the script again: a test says so") == 1
+    assert result.err.count("planted-step-1") == 1, result.err
+    assert "raised on rank 1 (data 1, pipeline 0, tensor 0) in training step 2" in result.err
+    result.assert_nobody_left()
