@@ -122,7 +122,9 @@ def _run_task(task: Task, cfg: DictConfig, schema: type | None, overlays: Sequen
         code = WRONG_SETTING if refusal is not None else FAILED
         if refusal is not None:
             _refuse(refusal)
-        if not getattr(error, "megapar_reported", False):
+        if type(error).__name__ == "RankFailedError":
+            print(f"\n{error}", file=sys.stderr, flush=True)  # it holds the failing rank's own traceback
+        else:
             traceback.print_exc()
         raise SystemExit(FAILED) from None
     finally:
@@ -145,6 +147,9 @@ def _wrong_setting(error: BaseException) -> Exception | None:
         return error if cause is None else None
     if isinstance(error, (ConfigError, OmegaConfBaseException, CompactHydraException)):
         return error
+    report = getattr(error, "report", None)  # of a RankFailedError: what another rank raised
+    if report is not None and report.kind.endswith("ConfigError"):
+        return ConfigError(report.message)
     return None
 
 
@@ -164,4 +169,7 @@ def _end_ranks(code: int) -> None:
     if ranks.rank != 0:
         ranks.leave(code)
     if code == 0:
+        from lightning_megapar.launch.hygiene import discard_process_group
+
+        discard_process_group()
         ranks.close(seconds=60.0)

@@ -8,8 +8,8 @@ import warnings
 
 _ADVERTS = re.compile(
     r"(GPU|TPU|HPU|IPU|MPS) available|Using default `ModelCheckpoint`|litlogger|LitLogger|Tip:|tip: |"
-    r"`Trainer\.fit` stopped|Seed set to|Restor(ing|ed) (states|all states)|You are using a CUDA device|"
-    r"`Trainer\(limit_\w+=\d+\)` was configured"
+    r"`Trainer\.fit` stopped|Seed set to|Restor(ing|ed) (states|all states)|You are using a CUDA device|`weights_only` was not set|"
+    r"`Trainer\(limit_\w+=[\d.]+\)` was configured"
 )
 """What Lightning says through its loggers in every run, whether or not anything is to be done."""
 
@@ -18,6 +18,7 @@ _WARNINGS: tuple[tuple[type[Warning], str, str], ...] = (
     (UserWarning, r"The `srun` command is available on your system but is not used", r"lightning\..*"),
     (UserWarning, r".*Checkpoint directory .* exists and is not empty", r"lightning\.pytorch.*"),
     (UserWarning, r".*It is recommended to use `self\.log\(.*sync_dist=True\)`", r"lightning\.pytorch.*"),
+    (UserWarning, r".*your dataloader is not resumable", r"lightning\.pytorch.*"),  # the strategy's sampler is
     (FutureWarning, r".*", r"torch\.distributed.*"),
     (DeprecationWarning, r".*", r"lightning\..*"),
     (UserWarning, r".*isinstance\(treespec, LeafSpec\).*", r".*"),
