@@ -50,6 +50,7 @@ from lightning_megapar.launch.hygiene import (
 from lightning_megapar.launch.preemption import EXIT_CODE as PREEMPTED
 from lightning_megapar.launch.preemption import die_with_parent
 from lightning_megapar.launch.slot import FileSlot, Report, report_of
+from lightning_megapar.mesh import forget_cached_meshes
 
 NOTICE_WITHIN = 3.0
 """Seconds that rank 0 has to notice by itself that a child has failed, before the watch ends the run."""
@@ -116,9 +117,11 @@ class ForkedRanks:
         ForkedRanks._forks += 1
         ranks._publish_environment()
         torch.set_num_threads(1)
+        forget_cached_meshes()
         gc.collect()  # what is dead dies here, where its threads are ...
         if ForkedRanks._forks > 1 or dist.is_initialized():
             ranks._kept = process_groups_alive()
+        frozen_by_user = gc.get_freeze_count() > 0
         gc.freeze()  # ... and what children inherit is never collected in them (nor are its pages copied)
         python_random = random.getstate()  # Python reseeds `random` in a forked child; torch and numpy do not
         for stream in (sys.stdout, sys.stderr):
@@ -131,7 +134,8 @@ class ForkedRanks:
             ranks._become(rank, parent, from_main)
             _current = ranks
             return ranks
-        gc.unfreeze()
+        if not frozen_by_user:
+            gc.unfreeze()
         ranks._kept = []
         _current = ranks
         if not scoped:
