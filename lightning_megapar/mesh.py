@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from lightning_megapar.config import AXES, Layout
+
+
+def forget_cached_meshes() -> None:
+    """Empty DTensor's dispatch caches; to be called before a process that has used DTensors forks ranks.
+
+    The caches hold meshes, and a mesh compares equal on all ranks although it knows its own coordinate: a forked rank
+    would find rank 0's mesh, and coordinates, in the results of its own operators.
+    """
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for name in ("propagate_op_sharding", "_propagate_tensor_meta_cached"):
+        clear = getattr(getattr(propagator, name, None), "cache_clear", None)
+        if clear is not None:
+            clear()
 
 
 class ParallelMesh:
