@@ -125,12 +125,7 @@ def write_single_file(checkpoint: dict[str, Any], out: str | os.PathLike[str], *
     temporary = sibling(target, "tmp", new_uid())
     file = CheckedFile(fs, temporary)
     try:
-        try:
-            torch.save(checkpoint, file)  # type: ignore[arg-type]
-        except Exception:
-            if file.error is not None:
-                raise file.error from None
-            raise
+        file.save(checkpoint)
         file.finish()
         torch.load(temporary, mmap=True, map_location="cpu", weights_only=True)
         refuse_existing(target, replace)

@@ -15,6 +15,9 @@ import shutil
 import stat
 import zlib
 from pathlib import Path
+from typing import Any
+
+import torch
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -146,8 +149,6 @@ def _renameat2_exchange(first: Path, second: Path) -> None:
 class CheckedFile:
     """A new file written from front to back: buffered, counted, with a crc32 per section and of the whole.
 
-    Accepted by ``torch.save``, which swallows the errno of a failed write; the first error is kept in :attr:`error`.
-
     Args:
         file_system: where it is written.
         path: must not exist.
@@ -175,6 +176,15 @@ class CheckedFile:
             if len(self._pending) >= self.buffer_bytes:
                 self.flush()
         return len(view)
+
+    def save(self, value: Any) -> None:
+        """``torch.save(value, self)``. It reports a full disk as "unexpected pos"; the disk's own error is raised."""
+        try:
+            torch.save(value, self)  # type: ignore[arg-type]
+        except Exception:
+            if self.error is not None:
+                raise self.error from None
+            raise
 
     def flush(self) -> None:
         if self._pending:

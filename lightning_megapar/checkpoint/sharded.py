@@ -262,12 +262,7 @@ def _write(
     try:
         for name, box in pieces:
             start, file.section_crc = file.position, 0
-            try:
-                torch.save(_values(name, tensors[name], box), file)  # type: ignore[arg-type]
-            except Exception:
-                if file.error is not None:
-                    raise file.error from None  # torch.save reports a full disk as "unexpected pos"
-                raise
+            file.save(_values(name, tensors[name], box))
             saved = SavedPiece(name_of_file, start, file.position - start, file.section_crc, box)
             written.append((name, saved))
         file.finish()

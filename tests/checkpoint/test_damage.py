@@ -157,6 +157,7 @@ def test_the_forgery_alone_is_accepted(checkpoint: Path) -> None:
     assert found(checkpoint) == 1
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
 @pytest.mark.parametrize("forced", [False, True])
 def test_code_in_rest_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, forced: bool) -> None:
     if forced:
@@ -278,6 +279,7 @@ def test_deeply_nested_manifest_is_refused(checkpoint: Path) -> None:
     assert "form of a manifest" in _refusal(checkpoint)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_plain_dcp_directories_load_with_a_warning(room: Path) -> None:
     wanted = {k: v for part in state(4) for k, v in part.items()}
     dcp.save({**wanted, "epoch": 3}, checkpoint_id=room / "dcp", no_dist=True)

@@ -177,6 +177,22 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
     assert str(again) == str(error.value) and again.failures == error.value.failures
 
 
+def test_a_full_disk_is_told_as_such_wherever_torch_save_meets_it(tmp_path: Path) -> None:
+    class Unbuffered(BrokenDisk):
+        buffer_bytes = 1
+
+    disk = Unbuffered()
+    save_sharded(tmp_path / "a.ckpt", {"x": torch.ones(9)}, {}, step=0, file_system=disk)
+    shard = [i for i, (name, p) in enumerate(disk.log) if name == "write" and p.name == "__0_0.distcp"]
+    assert len(shard) > 20
+    for at in shard:
+        with pytest.raises(CheckpointError, match=r"\[ENOSPC\]"):
+            save_sharded(
+                tmp_path / "b.ckpt", {"x": torch.ones(9)}, {}, step=0, file_system=Unbuffered(at=at, mode="once")
+            )
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
 def test_an_interrupt_stays_an_interrupt(tmp_path: Path) -> None:
     class Interrupted(BrokenDisk):
         def before(self, operation: str, path: Path) -> None:
@@ -227,7 +243,7 @@ def test_targets_are_filled_in_place(tmp_path: Path) -> None:
     "value",
     [
         torch.arange(12.0).reshape(3, 4).T,
-        torch.arange(100.0)[10:20],
+        torch.arange(10_000.0)[10:20],
         torch.randn(3, dtype=torch.complex64).conj(),
         torch.tensor([True, False]),
         torch.tensor([[float("nan"), -0.0, float("inf")]]),
