@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import parity
 import pytest
 import torch
+from pool import RankPool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -50,8 +52,8 @@ class Tied(pl.LightningModule):
 
 def _trainer(directory: Path, epochs: int, **more: Any) -> pl.Trainer:
     return pl.Trainer(
-        max_epochs=epochs, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=directory, enable_checkpointing=False, **more,
+        max_epochs=epochs, accelerator="cpu", default_root_dir=directory, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **more,
     )  # fmt: skip
 
 
@@ -167,3 +169,41 @@ def test_other_paths_are_refused(trained: Any, tmp_path: Path, capsys: Any) -> N
     heard = capsys.readouterr().err
     assert "is damaged" in heard and "__0_0.distcp" in heard
     assert os.listdir(tmp_path) == ["damaged.ckpt"]
+
+
+# -- from the strategy itself ----------------------------------------------------------------------------------------
+
+
+def _train_and_save(world: int, options: dict[str, Any], path: str) -> dict[str, Tensor]:
+    """Two steps under the strategy, a sharded checkpoint; rank 0 returns the gathered state dict."""
+    from lightning_megapar import MegaParStrategy
+
+    strategy = MegaParStrategy(**options)
+    trainer = _trainer(Path(path).parent, -1, max_steps=2, strategy=strategy, devices=world, precision="64-true")
+    data = strategy.config.resolve(world)[0].data
+    loader = DataLoader(parity.Tokens(16, 16, 61), batch_size=8 // data, shuffle=False)
+    trainer.fit(parity.Model(parity.style("gpt2"), "adamw"), loader)
+    trainer.save_checkpoint(path)
+    return strategy.full_state_dict()
+
+
+def test_training_on_four_ranks_continues_in_plain_lightning(pool: RankPool, tmp_path: Path) -> None:
+    four = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    gathered = pool.run(_train_and_save, 4, 4, four, str(tmp_path / "four.ckpt"), mode="trainer")[0]
+    pool.run(_train_and_save, 1, 1, {}, str(tmp_path / "one.ckpt"), mode="trainer")
+    files = {}
+    for name in ("four", "one"):
+        assert _main(tmp_path / f"{name}.ckpt", tmp_path / f"{name}.pt") == 0
+        files[name] = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+    assert _same(files["four"]["state_dict"], gathered)
+    # Same keys, shapes and dtypes as from one process, and the same values up to rounding.
+    torch.testing.assert_close(files["four"]["state_dict"], files["one"]["state_dict"], rtol=1e-9, atol=1e-12)
+    mine, reference = (files[name]["optimizer_states"][0] for name in ("four", "one"))
+    torch.testing.assert_close(mine["state"], reference["state"], rtol=1e-9, atol=1e-12)
+    assert mine["param_groups"] == reference["param_groups"]
+    model = parity.Model(parity.style("gpt2"), "adamw")
+    trainer = _trainer(tmp_path, -1, max_steps=4, precision="64-true")
+    trainer.fit(model, DataLoader(parity.Tokens(16, 16, 61), batch_size=8), ckpt_path=tmp_path / "four.pt")
+    assert trainer.global_step == 4
+    steps = {float(state["step"]) for state in trainer.optimizers[0].state.values()}
+    assert steps == {4.0}
