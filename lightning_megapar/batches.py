@@ -72,7 +72,7 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     flat = [tree_flatten(output) for output in outputs]
     if any(spec != flat[0][1] for _, spec in flat):
         return list(outputs)
-    joined = []
+    joined: list[Any] = []
     for leaves in zip(*(leaves for leaves, _ in flat)):
         if all(isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == n for x, n in zip(leaves, sizes)):
             joined.append(torch.cat(list(leaves)))

@@ -6,55 +6,34 @@ import os
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision, Precision
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megapar.checkpoint import load_sharded, read_manifest, save_sharded
-from lightning_megapar.checkpoint.commit import remove_sharded
-from lightning_megapar.checkpoint.errors import CheckpointError
-from lightning_megapar.checkpoint.full import gather_full_state_dict, load_full_into
-from lightning_megapar.checkpoint.sharded import is_sharded_checkpoint
-from lightning_megapar.checkpoint.training_state import (
-    install_optimizer_state,
-    named_optimizer_state,
-    optimizer_targets,
-    pack,
-)
-from lightning_megapar.config import ConfigError, Layout, ParallelConfig, refuse_unknown
+from lightning_megapar.checkpoint import gather_full_state_dict, is_sharded_checkpoint, remove_sharded
+from lightning_megapar.checkpoint.training import DataPosition, load_training, save_training
+from lightning_megapar.checkpoint.training_state import named_optimizer_state
+from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.data.sampler import ResumableSampler
 from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm
-from lightning_megapar.launch import (
-    FailureReporter,
-    PreemptionFlag,
-    check_world,
-    create_process_group,
-    make_launcher,
-    print_rank_table,
-    resolve_environment,
-    shield_worker,
-)
+from lightning_megapar.launch import shield_worker
+from lightning_megapar.launch.preemption import EXIT_CODE
 from lightning_megapar.loaders import prepare_loader
-from lightning_megapar.mesh import ParallelMesh
+from lightning_megapar.mesh_strategy import MeshStrategy
 from lightning_megapar.prepare import PreparedModule, local_state, prepare_module
 from lightning_megapar.step import Stepper, StepResult
 from lightning_megapar.step_log import replay
 
-PREEMPTED_EXIT_CODE = 143
 
-
-class MegaParStrategy(ParallelStrategy):
+class MegaParStrategy(MeshStrategy):
     """Train an unchanged LightningModule under tensor, sequence, pipeline and data parallelism.
 
     Args:
@@ -94,7 +73,7 @@ class MegaParStrategy(ParallelStrategy):
         **unknown: Any,
     ) -> None:
         refuse_unknown("MegaParStrategy", unknown, argument_names())
-        self.config = ParallelConfig(
+        config = ParallelConfig(
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             context_parallel_size=context_parallel_size,
@@ -107,45 +86,20 @@ class MegaParStrategy(ParallelStrategy):
             pipeline_stack=pipeline_stack,
             pipeline_split=pipeline_split,
         )
-        if not timeout_seconds > 0:
-            raise ConfigError(f"timeout_seconds={timeout_seconds!r}: expected a positive number of seconds")
-        super().__init__()
+        super().__init__(config, timeout_seconds, process_group_backend)
         self.pipeline_keep = dict(pipeline_keep or {})
         self.empty_init = empty_init
-        self.num_nodes = 1
         self._seed = seed
-        self._timeout = timedelta(seconds=timeout_seconds)
-        self._backend = process_group_backend
-        self._layout: Layout | None = None
-        self._layout_reason = ""
-        self._mesh: ParallelMesh | None = None
         self._prepared: PreparedModule | None = None
         self._stepper: Stepper | None = None
-        self._failures: FailureReporter | None = None
-        self._preemption = PreemptionFlag()
         self._leave_requested = False
         self._accumulating = False
         self._inject_sampler = True
-        self._where = "set-up"
-        self._consumed_in_epoch = 0
-        self._consumed_epoch = 0
-        self._resumed: tuple[int, int] | None = None
+        self._position = DataPosition()
+        self._resumed: DataPosition | None = None
         self._train_sampler: ResumableSampler | None = None
 
     # -- who and where -----------------------------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> Layout:
-        """The resolved degrees (known once the Trainer has chosen its devices)."""
-        if self._layout is None:
-            self._layout, self._layout_reason = self.config.resolve(self.num_nodes * self.num_processes)
-        return self._layout
-
-    @property
-    def mesh(self) -> ParallelMesh:
-        if self._mesh is None:
-            raise RuntimeError("the mesh exists from setup_environment on (inside fit, validate, test or predict)")
-        return self._mesh
 
     @property
     def prepared(self) -> PreparedModule:
@@ -159,38 +113,12 @@ class MegaParStrategy(ParallelStrategy):
         return self._stepper
 
     @property
-    def seed(self) -> int:
-        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self._seed is None else self._seed
-
-    @property
     def num_microbatches(self) -> int:
         return self.config.microbatches(self.layout)
 
     @property
-    def data_parallel_size(self) -> int:
-        return self.layout.data
-
-    @property
-    def data_parallel_rank(self) -> int:
-        return self.layout.coordinates(self.global_rank)["data"]
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices) if self.parallel_devices is not None else 1
-
-    @property
-    def is_distributed(self) -> bool:
-        return self.layout.world_size > 1
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """For datasets that split themselves: the data ranks, not the world."""
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+    def seed(self) -> int:
+        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self._seed is None else self._seed
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -215,45 +143,11 @@ class MegaParStrategy(ParallelStrategy):
             plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
         self._precision_plugin = plugin
 
-    # -- processes ---------------------------------------------------------------------------------------------------
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self.parallel_devices and self.parallel_devices[0].type == "mps" and self.num_processes > 1:
-            raise ConfigError("accelerator='mps' has no torch.distributed; use accelerator='cpu'")
-        self.cluster_environment = resolve_environment(self.cluster_environment)
-        check_world(self.cluster_environment, self.num_processes, self.num_nodes)
-        self._layout = None
-        _ = self.layout  # refuse impossible sizes now, before any process exists
-        self._launcher = make_launcher(self)
-
-    def set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
-
     def setup_environment(self) -> None:
-        self._where = "set-up"
-        super().setup_environment()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
         module = self.lightning_module
         assert module is not None
         self._refuse_module(module)
-        if self.layout.world_size > 1:
-            device_id = self.root_device if self.root_device.type == "cuda" else None
-            backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
-            create_process_group(self.cluster_environment, backend, self._timeout, device_id=device_id)
-        if self._mesh is None or self._mesh.layout != self.layout:
-            self._mesh = ParallelMesh(self.layout, self.global_rank, self.root_device.type)
-            rank_zero_info(f"layout: {self.layout.describe()} ({self._layout_reason})")
-            if self.layout.world_size > 1:
-                print_rank_table(self.layout, self.num_processes)
-        if self._failures is None:
-            self._failures = FailureReporter.for_strategy(self)
-        self._failures.start_watch()
-        self._preemption.install()
+        super().setup_environment()
         module._device_mesh = self.mesh.device_mesh
         # Lightning would shuffle a training loader that says shuffle=False; prepare_loader injects the sampler.
         connector = module.trainer._accelerator_connector
@@ -345,71 +239,6 @@ class MegaParStrategy(ParallelStrategy):
     def model_sharded_context(self) -> Generator[None, None, None]:
         with torch.device("meta") if self.empty_init else nullcontext():
             yield
-
-    def teardown(self) -> None:
-        self._preemption.restore()
-        if self._failures is not None:
-            self._failures.stop()
-        assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-
-    def rank_description(self) -> str:
-        """This rank's place, for failure reports."""
-        place = self.layout.coordinates(self.global_rank)
-        return f"rank {self.global_rank} (data {place['data']}, pipeline {place['pipeline']}, tensor {place['tensor']})"
-
-    def current_stage(self) -> str:
-        """What this rank is doing, for failure reports."""
-        return self._where
-
-    # -- collectives of Lightning's own --------------------------------------------------------------------------------
-
-    def barrier(self, name: str | None = None) -> None:
-        if name == "run-stage":
-            self._preemption.install()  # Lightning has just installed its own handler, which runs a collective
-        if self.layout.world_size > 1 and dist.is_initialized():
-            device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
-            dist.barrier(device_ids=device_ids)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self.layout.world_size == 1 or not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src=src)
-        return box[0]
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data ranks (or ``group``): tensor and pipeline peers hold the same value already.
-
-        Integer means become floating point; ``reduce_op`` is ``mean``, ``avg``, ``sum``, ``max`` or ``min``.
-        """
-        if not isinstance(tensor, Tensor) or self.layout.world_size == 1:
-            return tensor
-        group = self.mesh.group("data") if group is None else group
-        name = (reduce_op if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1]).lower()
-        if group is None:
-            return tensor
-        ops = {"mean": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM}
-        ops |= {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-        if name not in ops:
-            raise ValueError(f"reduce_op={reduce_op!r} is not one of mean, sum, max, min")
-        reduced = tensor.detach().clone().contiguous()
-        dist.all_reduce(reduced, op=ops[name], group=group)
-        return reduced / dist.get_world_size(group) if name in ("mean", "avg") else reduced
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self.layout.world_size == 1 or not dist.is_initialized():
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(votes)
-
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Stack a tensor over the data ranks (or ``group``): shape ``(data_parallel_size, *tensor.shape)``."""
-        group = self.mesh.group("data") if group is None and self.layout.world_size > 1 else group
-        return tensor if group is None else super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -504,9 +333,8 @@ class MegaParStrategy(ParallelStrategy):
         if self._train_sampler is not None:
             self._train_sampler.started()
             epoch = self._train_sampler.epoch
-        if epoch != self._consumed_epoch:
-            self._consumed_epoch, self._consumed_in_epoch = epoch, 0
-        self._consumed_in_epoch += samples * self.data_parallel_size
+        used = self._position.consumed if epoch == self._position.epoch else 0
+        self._position = DataPosition(used + samples * self.data_parallel_size, epoch)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         module = self.lightning_module
@@ -557,7 +385,7 @@ class MegaParStrategy(ParallelStrategy):
             predicting=trainer.predicting,
             num_microbatches=self.num_microbatches,
             inject_sampler=self._inject_sampler,
-            resume=self._resumed,
+            resume=None if self._resumed is None else (self._resumed.consumed, self._resumed.epoch),
             worker_init=shield_worker,
         )
         if trainer.training:
@@ -588,23 +416,9 @@ class MegaParStrategy(ParallelStrategy):
         """Write a sharded checkpoint directory at ``filepath``; collective over all ranks."""
         if storage_options is not None:
             raise TypeError("MegaParStrategy.save_checkpoint takes no storage_options: it writes a sharded directory")
-        where, self._where = self._where, "checkpoint save"
-        path = Path(self.broadcast(str(filepath)))
-        checkpoint = dict(checkpoint)
-        checkpoint["megapar"] = {
-            "consumed_in_epoch": self._consumed_in_epoch,
-            "consumed_epoch": self._consumed_epoch,
-            "seed": self.seed,
-        }
-        tensors, rest = pack(checkpoint, self.prepared.names, self.layout.world_size)
-        info = {
-            "layout": dict(zip(("pipeline", "data", "context", "expert", "tensor"), self.layout.sizes)),
-            "seed": self.seed,
-            "consumed_samples_in_epoch": self._consumed_in_epoch,
-            "epoch": self._consumed_epoch,
-        }
-        save_sharded(path, tensors, rest, step=int(checkpoint.get("global_step", 0)), info=info)
-        self._where = where
+        with self.doing("checkpoint save"):
+            path = Path(self.broadcast(str(filepath)))
+            save_training(path, checkpoint, self.prepared.names, self.layout, self._position, self.seed)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -616,37 +430,19 @@ class MegaParStrategy(ParallelStrategy):
         """
         path = Path(self.broadcast(str(checkpoint_path)))
         assert self.lightning_module is not None
-        model = {f"model.{k}": v for k, v in local_state(self.lightning_module, self.prepared.names).items()}
-        if path.is_file():
-            return self._load_plain_file(path, model)
-        if not is_sharded_checkpoint(path):
-            load_sharded(path, {})  # raises, saying what the path is instead
-            raise CheckpointError(f"{path} is not a checkpoint")
-        manifest = read_manifest(path)
-        targets = [
-            optimizer_targets(i, optimizer, self.prepared.parameters, manifest)
-            for i, optimizer in enumerate(self.optimizers)
-        ]
-        wanted = {**model, **{k: v for one in targets for k, v in one.items()}}
-        strict = self.lightning_module.strict_loading and bool(self.optimizers)
-        rest = load_sharded(path, {k: v for k, v in wanted.items() if isinstance(v, Tensor)}, strict=strict)
-        ours = rest.pop("megapar", {})
-        for i, optimizer in enumerate(self.optimizers):
-            if i < len(ours.get("optimizers", [])):
-                install_optimizer_state(i, optimizer, self.prepared.parameters, targets[i], ours["optimizers"][i])
-        self._resumed = (int(ours.get("consumed_in_epoch", 0)), int(ours.get("consumed_epoch", 0)))
-        self._consumed_in_epoch, self._consumed_epoch = self._resumed
-        rest.setdefault("state_dict", {})
+        with self.doing("checkpoint load"):
+            rest, position = load_training(
+                path,
+                local_state(self.lightning_module, self.prepared.names),
+                self.optimizers,
+                self.prepared.parameters,
+                strict=self.lightning_module.strict_loading,
+            )
+        if position is not None:
+            self._position = self._resumed = position
         return rest
 
-    def _load_plain_file(self, path: Path, model: dict[str, Tensor]) -> dict[str, Any]:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        state = checkpoint.get("state_dict", {})
-        load_full_into({k.removeprefix("model."): v for k, v in model.items()}, state)
-        rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
-        return {**rest, "state_dict": {}}
-
-    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
             path = Path(filepath)
             if path.is_dir() and is_sharded_checkpoint(path):
@@ -680,7 +476,7 @@ class MegaParStrategy(ParallelStrategy):
             trainer.save_checkpoint(path)
             if self.is_global_zero:
                 print(f"stopped by a signal at step {trainer.global_step}; saved {path}", file=sys.stderr, flush=True)
-        raise SystemExit(PREEMPTED_EXIT_CODE)
+        raise SystemExit(EXIT_CODE)
 
 
 def argument_names() -> tuple[str, ...]:
