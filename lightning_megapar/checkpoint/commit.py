@@ -21,6 +21,8 @@ import re
 import time
 import uuid
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_megapar.checkpoint.errors import CheckpointError, describe, human_bytes
@@ -49,7 +51,7 @@ class PendingCheckpoint:
 
     Args:
         final: the checkpoint's absolute path.
-        uid: of this save.
+        uid: of this save; another one is taken should its directory be lost to a janitor.
         file_system: the door to the disk.
     """
 
@@ -79,14 +81,25 @@ class PendingCheckpoint:
                 f"not enough room in {self.final.parent}: the checkpoint needs {human_bytes(bytes_needed)} "
                 f"({bytes_needed} bytes), {human_bytes(free)} ({free} bytes) are free"
             )
+        while not self._claim():
+            # A janitor took the directory for abandoned before it was locked.
+            self.uid = new_uid()
+            self.directory = sibling(self.final, "tmp", self.uid)
+
+    def _claim(self) -> bool:
         self.fs.make_directory(self.directory)
         try:
             self._lock = self.fs.lock(self.directory)
+        except FileNotFoundError:
+            return False
         except OSError:
-            self._lock = None  # no locks on this file system: age decides what is abandoned
-        else:
-            if self._lock is None or not self.directory.exists():
-                raise CheckpointError(f"{self.directory} was taken by another process while it was being created")
+            return True  # no locks on this file system: age decides what is abandoned
+        if self._lock is None:
+            return False
+        if not self.directory.exists():
+            self._unlock()
+            return False
+        return True
 
     def _check_target(self) -> None:
         if self.final.is_symlink() or not self.final.is_dir():
@@ -114,9 +127,8 @@ class PendingCheckpoint:
             OSError: from the file system.
         """
         self.fs.sync_directory(self.directory)
-        if not os.path.lexists(self.final):
-            self.fs.rename(self.directory, self.final)
-            undo = (self.final, self.directory)
+        if self._take_free_name():
+            undo = lambda: self.fs.rename(self.final, self.directory)  # noqa: E731
         else:
             try:
                 self.fs.exchange(self.directory, self.final)
@@ -125,17 +137,26 @@ class PendingCheckpoint:
                     raise
                 self._replace_in_two_steps()
                 return
-            self.replaced, undo = self.directory, None
+            undo = lambda: self.fs.exchange(self.directory, self.final)  # noqa: E731
+            self.replaced = self.directory
         try:
             self.fs.sync_directory(self.final.parent)
         except OSError:
-            if undo is not None:
-                self.fs.rename(*undo)
-            else:
-                self.fs.exchange(self.directory, self.final)
+            undo()
             self.replaced = None
             raise
         self.published = True
+
+    def _take_free_name(self) -> bool:
+        if os.path.lexists(self.final):
+            return False
+        try:
+            self.fs.rename(self.directory, self.final)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            return False  # another process has published here in the meantime
+        return True
 
     def _replace_in_two_steps(self) -> None:
         old = sibling(self.final, "old", self.uid)
@@ -248,11 +269,12 @@ def clean_directory(directory: str | os.PathLike[str], file_system: FileSystem |
                     )
                 else:
                     _discard(path, sibling(final, "trash", match["uid"]), fs)
-            elif _abandoned(path, fs):
-                _discard(path, sibling(final, "trash", match["uid"]), fs)
             else:
-                living.add(match["uid"])
-                continue
+                with _abandoned(path, fs) as abandoned:
+                    if not abandoned:
+                        living.add(match["uid"])
+                        continue
+                    _discard(path, sibling(final, "trash", match["uid"]), fs)
             touched.append(path)
         except FileNotFoundError:
             continue  # another process was faster
@@ -261,16 +283,22 @@ def clean_directory(directory: str | os.PathLike[str], file_system: FileSystem |
     return touched
 
 
-def _abandoned(path: Path, fs: FileSystem) -> bool:
-    if path.is_symlink() or not path.is_dir():
-        return True  # a file or link that was exchanged against a directory
+@contextmanager
+def _abandoned(path: Path, fs: FileSystem) -> Iterator[bool]:
+    """Whether nobody uses a leftover. It stays locked meanwhile, so that nobody can begin to."""
+    lock: int | None = None
     try:
-        lock = fs.lock(path)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        return time.time() - path.lstat().st_mtime > STALE_SECONDS
-    if lock is None:
-        return False
-    os.close(lock)
-    return True
+        if path.is_symlink() or not path.is_dir():
+            yield True  # a file or link that was exchanged against a directory
+            return
+        try:
+            lock = fs.lock(path)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            yield time.time() - path.lstat().st_mtime > STALE_SECONDS
+        else:
+            yield lock is not None
+    finally:
+        if lock is not None:
+            os.close(lock)

@@ -129,6 +129,29 @@ def test_failing_at_every_operation(
     assert failures > 10
 
 
+def test_processes_that_save_into_one_name_never_mix(room: Path) -> None:
+    path = room / "shared" / "last.ckpt"
+    for _ in range(5):
+        shutil.rmtree(path.parent, ignore_errors=True)
+        children = []
+        for step in (1, 2, 3):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    warnings.simplefilter("ignore")
+                    for _ in range(4):
+                        everything = {k: v for part in state(step) for k, v in part.items()}
+                        save_sharded(path, everything, {"step": step}, step=step)
+                    code = 0
+                finally:
+                    os._exit(code)
+            children.append(child)
+        assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+        assert found(path) in (1, 2, 3)
+        assert os.listdir(path.parent) == [path.name]
+
+
 def test_operations_come_in_the_safe_order(tmp_path: Path) -> None:
     """Contents are synced before the name appears; the old checkpoint goes only after the new name is synced."""
     path = tmp_path / "last.ckpt"
