@@ -25,17 +25,39 @@ def check_ids(ids: Tensor, limit: int, name: str, ignore_index: int | None = Non
     message = f"{name} outside the vocabulary: valid values are 0 to {limit - 1}"
     if ignore_index is not None:
         message += f" and ignore_index={ignore_index}"
-    if ids.device.type == "cpu":
+    if _readable(ids):
         if bool(bad.any()):
             wrong = ids[bad]
             raise ValueError(f"{message}; found values from {int(wrong.min())} to {int(wrong.max())}")
-    elif not ids.is_meta:
+    elif ids.device.type not in ("cpu", "meta"):
         torch._assert_async(~bad.any(), message)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """At least float32: half precision cannot hold a sum over a vocabulary."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+def _readable(x: Tensor) -> bool:
+    """A value that can be looked at without waiting for a device, and that exists (no fake or meta tensor)."""
+    return x.device.type == "cpu" and type(x) is Tensor
+
+
+def _is_low(x: Tensor) -> bool:
+    """Half precision cannot hold a sum over a vocabulary."""
+    return x.dtype in (torch.float16, torch.bfloat16)
+
+
+def _own_softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over this rank's columns (at least float32) and the logarithm of its denominator, row by row.
+
+    The fused softmax takes half the time of ``logsumexp`` and an ``exp`` on a CPU. Its largest entry, at least
+    1 / columns, gives the denominator back to full accuracy.
+    """
+    values = logits.float() if _is_low(logits) else logits
+    softmax = torch.softmax(values, dim=-1)
+    largest = values.amax(dim=-1)
+    log_sum = largest - softmax.amax(dim=-1).log()
+    nothing = largest == -torch.inf  # a row of nothing but masked columns: 0 / 0
+    if not _readable(nothing) or bool(nothing.any()):
+        softmax = softmax.masked_fill_(nothing[:, None], 0.0)
+        log_sum = log_sum.masked_fill_(nothing, -torch.inf)
+    return softmax, log_sum
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -47,34 +69,45 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         index = labels - first
         inside = valid & (index >= 0) & (index < columns)
         index = index.masked_fill(~inside, 0)
-        values = _wide(logits[:, :columns])
+        used = logits[:, :columns]
         if columns:
-            log_sum = torch.logsumexp(values, dim=-1)
-            predicted = values.gather(1, index[:, None])[:, 0].masked_fill(~inside, 0.0)
+            softmax, own_sum = _own_softmax(used)
+            predicted = used.gather(1, index[:, None])[:, 0].to(own_sum.dtype).masked_fill(~inside, 0.0)
         else:  # this rank holds nothing but padding
-            log_sum = values.new_full(labels.shape, -torch.inf)
-            predicted = values.new_zeros(labels.shape)
+            own_sum = torch.full(labels.shape, -torch.inf, device=logits.device, dtype=torch.float32)
+            softmax, own_sum = used, own_sum if _is_low(logits) else own_sum.to(logits.dtype)
+            predicted = torch.zeros_like(own_sum)
+        log_sum = own_sum
         if ranks is not None:
             # One collective of two numbers per token instead of Megatron-LM's three (maximum, label's logit, sum).
-            pieces = all_gather_stacked(torch.stack((log_sum, predicted)), ranks)
+            pieces = all_gather_stacked(torch.stack((own_sum, predicted)), ranks)
             log_sum = torch.logsumexp(pieces[:, 0], dim=0)
             predicted = pieces[:, 1].sum(dim=0)
-        ctx.columns = columns
-        ctx.save_for_backward(logits, log_sum, index, inside, valid)
+        # This rank's share of the whole denominator: its softmax times the share is the whole softmax's columns.
+        share = (own_sum - log_sum).exp()
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        # Half precision keeps the logits, which are half the size, and computes the softmax again.
+        ctx.save_for_backward(used if _is_low(logits) else softmax, share, index, inside, valid)
         return (log_sum - predicted).masked_fill(~valid, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        logits, log_sum, index, inside, valid = ctx.saved_tensors
-        columns = ctx.columns
-        result = torch.zeros_like(logits) if columns < logits.shape[1] else torch.empty_like(logits)
+        saved, share, index, inside, valid = ctx.saved_tensors
+        columns = saved.shape[1]
+        make = torch.empty if columns == ctx.shape[1] else torch.zeros
+        result = make(ctx.shape, dtype=ctx.dtype, device=saved.device)
         if columns:
-            softmax = (_wide(logits[:, :columns]) - log_sum[:, None]).exp_()
-            softmax.scatter_add_(1, index[:, None], -inside[:, None].to(softmax.dtype))
-            # masked_fill and not a product alone: 0 * inf of an ignored token's logits would be NaN
-            softmax.mul_(gradient[:, None]).masked_fill_(~valid[:, None], 0.0)
-            result[:, :columns] = softmax
+            gradient = gradient.masked_fill(~valid, 0.0)
+            softmax = _own_softmax(saved)[0] if _is_low(saved) else saved
+            # The label's own entry in full precision before it is rounded: near 1 - 1 half precision has no digits.
+            own = (softmax.gather(1, index[:, None])[:, 0] * share - inside.to(share.dtype)) * gradient
+            target = result[:, :columns]
+            if _is_low(saved):
+                target.copy_(softmax.mul_((share * gradient)[:, None]))
+            else:
+                torch.mul(softmax, (share * gradient)[:, None], out=target)
+            target.scatter_(1, index[:, None], own[:, None].to(target.dtype))
         return result, None, None, None, None, None
 
 

@@ -208,6 +208,25 @@ def on_ranks_loss_details() -> None:
     F.cross_entropy(y, target, reduction="sum").backward()
     same(own.grad.double(), piece(y.grad, "columns", ranks.rank, ranks.size), False, "bf16 gradient", 4e-3)
 
+    # A rank whose columns are all masked takes no part and gets zero gradient.
+    masked = torch.randn(6, 8, generator=generator, dtype=torch.float64)
+    masked[:, 4:] = -torch.inf
+    own = piece(masked, "columns", ranks.rank, ranks.size).clone().requires_grad_()
+    y = masked.clone().requires_grad_()
+    for x, cross_entropy in ((own, vocab_parallel_cross_entropy), (y, None)):
+        few = torch.arange(6) % 4
+        (F.cross_entropy(x, few) if cross_entropy is None else cross_entropy(x, few, ranks)).backward()
+    same(own.grad, piece(y.grad, "columns", ranks.rank, ranks.size), False, "masked rank", floor=1.0)
+
+    # A label so certain that half precision has no digits for 1 - probability.
+    sure = torch.zeros(1, 4).bfloat16()
+    sure[0, 2] = 9.0
+    own = piece(sure, "columns", ranks.rank, ranks.size).clone().requires_grad_()
+    vocab_parallel_cross_entropy(own, torch.tensor([2]), ranks).backward()
+    y = sure.double().requires_grad_()
+    F.cross_entropy(y, torch.tensor([2])).backward()
+    same(own.grad.double(), piece(y.grad, "columns", ranks.rank, ranks.size), False, "certain label", 4e-3)
+
     # No token counts: zero and zeros.
     own = torch.full((3, 8), 1e30).requires_grad_()
     loss = vocab_parallel_cross_entropy(own, torch.full((3,), -100), ranks)

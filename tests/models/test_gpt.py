@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,8 +13,11 @@ import torch.distributed as dist
 from pool import RankPool
 from sharded_cases import CollectiveCounter, full_gradients, partial_names, perturb, same, same_gradients, tensor_mesh
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.models.gpt import GPT, GPTConfig
@@ -179,7 +183,7 @@ def on_ranks_fsdp(sequence_parallel: bool) -> None:
     dense = build(config, torch.float64)
     sharded = copy.deepcopy(dense)
     shard_module(sharded, grid["tensor"], sequence_parallel)
-    partial = partial_names(sharded)
+    addends = partial_names(sharded)
     for block in sharded.blocks:
         fully_shard(block, mesh=grid["data"])
     fully_shard(sharded, mesh=grid["data"])
@@ -192,7 +196,7 @@ def on_ranks_fsdp(sequence_parallel: bool) -> None:
         sharded(*batches[grid.get_local_rank("data")]).backward()
     for name, parameter in sharded.named_parameters():
         gradient = parameter.grad.full_tensor()
-        if name in partial:  # every rank's addend is what full_tensor() gave it
+        if name in addends:  # every rank's addend is what full_tensor() gave it
             dist.all_reduce(gradient, group=grid["tensor"].get_group())
         same(gradient, dict(dense.named_parameters())[name].grad, False, name, floor=1e-4)
 
@@ -200,6 +204,68 @@ def on_ranks_fsdp(sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_fsdp_on_top(pool: RankPool, sequence_parallel: bool) -> None:
     pool.run(on_ranks_fsdp, 4, sequence_parallel)
+
+
+def on_ranks_recompute(sequence_parallel: bool) -> None:
+    """Blocks recomputed in the backward: same gradients, dropout included; the block's forward collectives twice."""
+    mesh = tensor_mesh()
+    config = GPTConfig(**{**vars(STYLES["gpt2"]), "dropout": 0.2})
+    kept = build(config, torch.float64)
+    shard_module(kept, mesh, sequence_parallel)
+    again = build(config, torch.float64)
+    shard_module(again, mesh, sequence_parallel)
+    for block in again.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    tokens, labels = batch(config)
+    counters = []
+    for model in (kept, again):
+        torch.manual_seed(1)
+        with CollectiveCounter() as counter:
+            model(tokens, labels).backward()
+        counters.append(sum(counter.calls.values()))
+    for (name, a), b in zip(kept.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(a.grad.to_local(), b.grad.to_local()), name
+    # Megatron-LM's six all-reduces per recomputed block instead of four (or their halves).
+    assert counters[1] - counters[0] == config.num_layers * (4 if sequence_parallel else 2)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_recomputed_blocks(pool: RankPool, sequence_parallel: bool) -> None:
+    pool.run(on_ranks_recompute, 2, sequence_parallel)
+
+
+def on_ranks_huge_world() -> tuple[int, dict[tuple[str, int], int]]:
+    """One rank of 4096 on the fake backend, with tensors that have shapes only."""
+    size = 8
+    dist.init_process_group("fake", store=FakeStore(), rank=1234, world_size=4096)
+    try:
+        mesh = init_device_mesh("cpu", (4096 // size, size), mesh_dim_names=("data", "tensor"))["tensor"]
+        config = GPTConfig.llama(
+            vocab_size=128256, num_layers=4, num_heads=64, num_kv_heads=8, hidden_size=8192, max_sequence_length=8192
+        )
+        with torch.device("meta"):
+            model = GPT(config)
+        shard_module(model, mesh, True)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            tokens = torch.zeros(1, 8192, dtype=torch.int64)
+            with CollectiveCounter() as counter:
+                model(tokens, tokens).backward()
+            held = sum(p.to_local().numel() for p in model.parameters() if p.grad is not None)
+        return held, dict(counter.calls)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_rank_of_a_huge_world(pool: RankPool) -> None:
+    ((held, calls),) = pool.run(on_ranks_huge_world, 1)
+    ffn, width, vocabulary = 21888, 8192, 128256
+    matrices = 2 * vocabulary * width + 4 * (2 * width * width + 2 * width * width // 8 + 3 * width * ffn)
+    assert held == matrices // 8 + (2 * 4 + 1) * width
+    config = GPTConfig.llama(
+        vocab_size=vocabulary, num_layers=4, num_heads=64, num_kv_heads=8, hidden_size=width, max_sequence_length=8192
+    )
+    assert calls == expected_collectives(config, 1, 8192, 4, 8, True)
 
 
 class StandIn(nn.Module):
