@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoint.faults import NEEDS_ROOM, BrokenDisk, found, in_ranks, memory_directory, state
+from checkpoint.faults import NEEDS_ROOM, BrokenDisk, found, in_ranks, in_threads, memory_directory, save, state
 
 from lightning_megapar.checkpoint import CheckpointError, save_sharded
 from lightning_megapar.checkpoint.ranks import Ranks
@@ -31,12 +31,13 @@ def _attempt(path: Path, at: int | None, mode: str, rank: int, exchange: bool, c
     """Save step 2 with ``rank``'s disk broken; what each rank says."""
 
     def run(ranks: Ranks) -> str:
-        warnings.simplefilter("ignore")
         disk = BrokenDisk(at if ranks.rank == rank else None, mode, code, exchange)
         said = _save(path, 2, ranks, disk)
         return f"{said}|{' '.join(name for name, _ in disk.log)}"
 
-    return in_ranks(run, RANKS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return (in_ranks if mode in ("kill", "torn") else in_threads)(run, RANKS)
 
 
 def _prepare(path: Path, previous: Path | None) -> None:
@@ -96,7 +97,7 @@ def test_killed_at_every_operation(room: Path, old: Path, mode: str, previous: b
             # The next save must work, and clean up after the dead one.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                save_sharded(path, {k: v for part in state(3) for k, v in part.items()}, {"step": 3}, step=3)
+                save(path, 3)
             assert found(path) == 3
             assert os.listdir(path.parent) == [path.name]
     assert seen == ({1, 2} if previous else {None, 2}) if mode == "kill" else seen == {1 if previous else None}
@@ -141,8 +142,7 @@ def test_processes_that_save_into_one_name_never_mix(room: Path) -> None:
                 try:
                     warnings.simplefilter("ignore")
                     for _ in range(4):
-                        everything = {k: v for part in state(step) for k, v in part.items()}
-                        save_sharded(path, everything, {"step": step}, step=step)
+                        save(path, step)
                     code = 0
                 finally:
                     os._exit(code)

@@ -16,18 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint.faults import found, memory_directory, state
+from checkpoint.faults import everything, found, memory_directory, save, state
 from checkpoint.layouts import emptied, equal
 
-from lightning_megapar.checkpoint import CheckpointError, load_sharded, read_manifest, save_sharded
+from lightning_megapar.checkpoint import CheckpointError, load_sharded, read_manifest
 from lightning_megapar.checkpoint.manifest import MANIFEST, METADATA, REST
 from lightning_megapar.checkpoint.ranks import Ranks
 
 SHARD = "__0_0.distcp"
-
-
-def _save(path: Path, step: int = 1) -> None:
-    save_sharded(path, {k: v for part in state(step) for k, v in part.items()}, {"step": step}, step=step)
 
 
 @pytest.fixture
@@ -38,14 +34,14 @@ def room() -> Any:
 @pytest.fixture
 def checkpoint(room: Path) -> Path:
     path = room / "last.ckpt"
-    _save(path)
+    save(path, 1)
     return path
 
 
 def _refusal(path: Path) -> str:
-    everything = {k: v for part in state(0) for k, v in part.items()}
+    held = everything(0)
     with pytest.raises(CheckpointError) as error:
-        load_sharded(path, everything)
+        load_sharded(path, held)
     return str(error.value)
 
 
@@ -80,7 +76,7 @@ def test_truncated_padded_zeroed_and_missing_files(checkpoint: Path, name: str) 
 
 
 def test_files_of_another_checkpoint_are_refused(room: Path, checkpoint: Path) -> None:
-    _save(room / "other.ckpt", step=2)
+    save(room / "other.ckpt", step=2)
     for name in (SHARD, REST, METADATA):
         good = (checkpoint / name).read_bytes()
         assert len(good) == (room / "other.ckpt" / name).stat().st_size or name == METADATA
@@ -281,7 +277,7 @@ def test_deeply_nested_manifest_is_refused(checkpoint: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_plain_dcp_directories_load_with_a_warning(room: Path) -> None:
-    wanted = {k: v for part in state(4) for k, v in part.items()}
+    wanted = everything(4)
     dcp.save({**wanted, "epoch": 3}, checkpoint_id=room / "dcp", no_dist=True)
     held = emptied({k: v.clone() for k, v in wanted.items()})
     with pytest.warns(UserWarning, match="no checksums"):

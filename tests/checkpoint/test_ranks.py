@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint.faults import BrokenDisk, state
+from checkpoint.faults import BrokenDisk, everything, save, state
 from pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -121,7 +121,7 @@ class _Dying(FileSystem):
 
 def test_survivors_of_a_killed_rank_hear_of_it_within_two_seconds(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    save_sharded(path, {k: v for part in state(1) for k, v in part.items()}, {"step": 1}, step=1)
+    save(path, 1)
     children = []
     for rank in range(2):
         child = os.fork()
@@ -145,6 +145,6 @@ def test_survivors_of_a_killed_rank_hear_of_it_within_two_seconds(tmp_path: Path
     assert os.waitstatus_to_exitcode(statuses[1]) == -signal.SIGKILL
     assert os.waitstatus_to_exitcode(statuses[0]) == 0
     assert is_sharded_checkpoint(path)
-    held = {k: v for part in state(0) for k, v in part.items()}
+    held = everything(0)
     assert load_sharded(path, held)["step"] == 1
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "store"]

@@ -1,155 +1,27 @@
-"""Saving and loading: replacement, refusals with their messages, plain values, the janitor."""
+"""Saving and loading in one process: every kind of tensor, and each refusal with its message."""
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import os
 import pickle
-import time
-import warnings
-from collections import OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from checkpoint.faults import BrokenDisk, found, state
+from checkpoint.faults import BrokenDisk, found, save
 from checkpoint.layouts import emptied, equal
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lightning_megapar.checkpoint import (
     CheckpointError,
-    clean_directory,
     is_sharded_checkpoint,
     load_full_into,
     load_sharded,
     read_manifest,
-    remove_sharded,
     save_sharded,
 )
-from lightning_megapar.checkpoint.commit import STALE_SECONDS, new_uid, sibling
-from lightning_megapar.checkpoint.file_system import FileSystem
 from lightning_megapar.checkpoint.pieces import Box, coverage_fault
-from lightning_megapar.checkpoint.plain_values import encode_plain, plain
-
-
-def _tensors(step: int) -> dict[str, Tensor]:
-    return {k: v for part in state(step) for k, v in part.items()}
-
-
-def _save(path: Path, step: int, **more: Any) -> None:
-    save_sharded(path, _tensors(step), {"step": step}, step=step, **more)
-
-
-# -- replacing and removing ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("exchange", [True, False])
-def test_saves_into_one_name_replace_each_other(tmp_path: Path, exchange: bool) -> None:
-    path = tmp_path / "runs" / "a" / "last.ckpt"  # parents are made
-    for step in (1, 2, 3):
-        _save(path, step, file_system=BrokenDisk(exchange=exchange), info={"seed": 5})
-        assert found(path) == step
-        manifest = read_manifest(path)
-        assert (manifest.step, manifest.info, manifest.world_size) == (step, {"seed": 5}, 1)
-        assert manifest.keys == list(_tensors(step)) and manifest.shape("model.shared") == (3, 5)
-        assert manifest.dtype("model.shared") == torch.float32
-        assert os.listdir(path.parent) == ["last.ckpt"]
-
-
-def test_a_single_file_and_a_link_are_replaced_like_a_directory(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    path.write_bytes(b"PK\x03\x04 an old single-file checkpoint")
-    _save(path, 1)
-    assert found(path) == 1
-    os.rename(path, tmp_path / "step=1.ckpt")
-    os.symlink("step=1.ckpt", path)  # as ModelCheckpoint(save_last="link") leaves it
-    assert is_sharded_checkpoint(path) and found(path) == 1
-    _save(path, 2)
-    assert found(path) == 2 and not path.is_symlink()
-    assert found(tmp_path / "step=1.ckpt") == 1
-    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=1.ckpt"]
-
-
-def test_a_directory_that_is_no_checkpoint_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match=r"is a directory but not a checkpoint \(it holds chapter\.tex\)"):
-        _save(tmp_path / "thesis", 1)
-    with pytest.raises(CheckpointError, match="not removed"):
-        remove_sharded(tmp_path / "thesis")
-    assert os.listdir(tmp_path) == ["thesis"] and (tmp_path / "thesis" / "chapter.tex").exists()
-
-
-def test_removal(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    remove_sharded(path)
-    _save(path, 1)
-    os.symlink(path, tmp_path / "link.ckpt")
-    remove_sharded(tmp_path / "link.ckpt")
-    assert found(path) == 1
-    disk = BrokenDisk()
-    remove_sharded(path, file_system=disk)
-    assert os.listdir(tmp_path) == []
-    assert [name for name, _ in disk.log[:2]] == ["rename", "sync_directory"]
-    _save(path, 1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        remove_sharded(path, file_system=BrokenDisk(at=3, mode="once", code=5))  # deleting fails half-way
-    assert "could not remove" in str(caught[0].message)
-    assert not is_sharded_checkpoint(path)
-    clean_directory(tmp_path)
-    assert os.listdir(tmp_path) == []
-
-
-def test_the_janitor_spares_the_living(tmp_path: Path) -> None:
-    path, fs = tmp_path / "last.ckpt", FileSystem()
-    _save(path, 1)
-    living, dead, trash = (sibling(path, kind, new_uid()) for kind in ("tmp", "tmp", "trash"))
-    other = tmp_path / ".last.ckpt.tmp-notes"  # a user's own name
-    for directory in (living, dead, trash, other):
-        directory.mkdir()
-        (directory / "x").write_text("x")
-    old = tmp_path / f".last.ckpt.old-{living.name[-32:]}"  # belongs to the living save
-    old.mkdir()
-    lock = fs.lock(living)
-    assert lock is not None and fs.lock(living) is None
-    assert set(clean_directory(tmp_path)) == {dead, trash}
-    assert sorted(os.listdir(tmp_path)) == sorted([p.name for p in (living, old, other, path)])
-    os.close(lock)
-    assert set(clean_directory(tmp_path)) == {living, old}
-    assert clean_directory(tmp_path / "missing") == []
-
-
-def test_the_janitor_waits_where_directories_cannot_be_locked(tmp_path: Path) -> None:
-    class NoLocks(FileSystem):
-        def lock(self, path: Path) -> int | None:
-            raise OSError(95, "no locks here", str(path))
-
-    left = sibling(tmp_path / "last.ckpt", "tmp", new_uid())
-    left.mkdir()
-    assert clean_directory(tmp_path, NoLocks()) == []
-    past = time.time() - STALE_SECONDS - 60
-    os.utime(left, (past, past))
-    assert clean_directory(tmp_path, NoLocks()) == [left]
-    _save(tmp_path / "last.ckpt", 1, file_system=NoLocks())
-    assert found(tmp_path / "last.ckpt") == 1
-
-
-def test_an_interrupted_replacement_is_read_and_repaired(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    _save(path, 1)
-    os.rename(path, sibling(path, "old", new_uid()))
-    assert is_sharded_checkpoint(path) and found(path) == 1
-    with pytest.warns(UserWarning, match="the previous one is back"):
-        clean_directory(tmp_path)
-    assert os.listdir(tmp_path) == ["last.ckpt"] and found(path) == 1
-
-
-# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 def test_too_little_room_is_told_in_numbers_before_anything_is_written(tmp_path: Path) -> None:
@@ -159,18 +31,18 @@ def test_too_little_room_is_told_in_numbers_before_anything_is_written(tmp_path:
 
     disk = Small()
     with pytest.raises(CheckpointError, match=r"needs [\d.]+ KiB \(\d+ bytes\), 2\.9 KiB \(3000 bytes\) are free"):
-        _save(tmp_path / "a.ckpt", 1, file_system=disk)
+        save(tmp_path / "a.ckpt", 1, file_system=disk)
     assert disk.log == []
 
 
 def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
-    _save(tmp_path / "a.ckpt", 1)
+    save(tmp_path / "a.ckpt", 1)
     disk = BrokenDisk()
-    _save(tmp_path / "b.ckpt", 1, file_system=disk)
+    save(tmp_path / "b.ckpt", 1, file_system=disk)
     names = [name for name, _ in disk.log]
     message = r"\[ENOSPC\] No space left .*__0_0\.distcp.*to write by this rank"
     with pytest.raises(CheckpointError, match=message) as error:
-        _save(tmp_path / "a.ckpt", 2, file_system=BrokenDisk(at=names.index("write") + 1, mode="full"))
+        save(tmp_path / "a.ckpt", 2, file_system=BrokenDisk(at=names.index("write") + 1, mode="full"))
     assert error.value.failures[0].code == 28
     assert found(tmp_path / "a.ckpt") == 1
     again = pickle.loads(pickle.dumps(error.value))
@@ -201,7 +73,7 @@ def test_an_interrupt_stays_an_interrupt(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _save(tmp_path / "a.ckpt", 1, file_system=Interrupted())
+        save(tmp_path / "a.ckpt", 1, file_system=Interrupted())
     assert os.listdir(tmp_path) == []
 
 
@@ -280,7 +152,7 @@ def test_tensors_that_cannot_be_saved_are_named(tmp_path: Path, value: Any, mess
 
 def test_paths_that_are_no_checkpoint_say_what_they_are(tmp_path: Path) -> None:
     good = tmp_path / "runs" / "step=5.ckpt"
-    _save(good, 5)
+    save(good, 5)
     single, empty, text, tensors = (tmp_path / n for n in ("single.ckpt", "empty", "readme.txt", "model.safetensors"))
     torch.save({"state_dict": {}}, single)
     empty.mkdir()
@@ -294,7 +166,7 @@ def test_paths_that_are_no_checkpoint_say_what_they_are(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     torn = tmp_path / "torn.ckpt"
-    _save(torn, 1)
+    save(torn, 1)
     os.remove(torn / "manifest.json")
     for path, words in {
         single: "a single file (torch.save)",
@@ -317,7 +189,7 @@ def test_paths_that_are_no_checkpoint_say_what_they_are(tmp_path: Path) -> None:
 def test_info_must_be_json(tmp_path: Path) -> None:
     for bad in ({"x": torch.ones(1)}, {"x": {1: 2}}, {"x": float("nan")}):
         with pytest.raises(CheckpointError, match=r"info\['x'\]"):
-            _save(tmp_path / "a.ckpt", 1, info=bad)
+            save(tmp_path / "a.ckpt", 1, info=bad)
 
 
 def test_pieces_must_cover_a_tensor_exactly_once() -> None:
@@ -330,86 +202,6 @@ def test_pieces_must_cover_a_tensor_exactly_once() -> None:
     assert "overlap" in str(coverage_fault((4, 3), [*halves, Box((0, 1), (1, 1))]))
     assert "outside" in str(coverage_fault((3, 3), halves))
     assert "scalar" in str(coverage_fault((), [Box((), ())] * 2))
-
-
-# -- plain values ----------------------------------------------------------------------------------------------------
-
-
-class Colour(enum.Enum):
-    RED = "red"
-
-
-@dataclasses.dataclass
-class Config:
-    width: int
-    where: Path
-
-
-Point = namedtuple("Point", "x y")
-
-
-def test_plain_values_come_back(tmp_path: Path) -> None:
-    given = {
-        "hyper_parameters": {
-            "model": Config(4, Path("/data")),
-            "colour": Colour.RED,
-            "conf": OmegaConf.create({"a": [1]}),
-        },
-        "counts": defaultdict(int, a=1),
-        "point": Point(1, 2.5),
-        "frozen": frozenset([1]),
-        "numpy": {"scalar": numpy.float64(2.5), "flag": numpy.bool_(True), "array": numpy.arange(3)},
-        "ordered": OrderedDict(b=1, a=2),
-        "keys": {(0, 1): None, 5: b"bytes", True: 2**70},
-        "best": nn.Parameter(torch.tensor(0.5)),
-        "dtype": torch.bfloat16,
-    }
-    save_sharded(tmp_path / "a.ckpt", {}, given, step=0)
-    back = load_sharded(tmp_path / "a.ckpt", {})
-    assert back["hyper_parameters"] == {"model": {"width": 4, "where": "/data"}, "colour": "red", "conf": {"a": [1]}}
-    assert (back["counts"], back["point"], back["frozen"]) == ({"a": 1}, (1, 2.5), {1})
-    assert type(back["counts"]) is dict and type(back["point"]) is tuple
-    assert back["numpy"]["scalar"] == 2.5 and back["numpy"]["flag"] is True
-    assert torch.equal(back["numpy"]["array"], torch.arange(3))
-    assert list(back["ordered"]) == ["b", "a"] and back["keys"] == given["keys"]
-    assert type(back["best"]) is Tensor and back["dtype"] is torch.bfloat16
-    torch.load(tmp_path / "a.ckpt" / "rest.pt", weights_only=True)
-
-
-def test_the_class_of_omegaconf_hyper_parameters_is_kept_by_name(tmp_path: Path) -> None:
-    conf = OmegaConf.create({"width": 3})
-    save_sharded(tmp_path / "a.ckpt", {}, {"hyper_parameters": conf, "hparams_type": type(conf)}, step=0)
-    back = load_sharded(tmp_path / "a.ckpt", {})
-    assert back == {"hyper_parameters": {"width": 3}, "hparams_type": "omegaconf.dictconfig.DictConfig"}
-
-
-class Custom:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (Custom(), r"rest\['callbacks'\]\['mine'\]\[1\] is of type .*Custom"),
-        (lambda: 0, "is of type builtins.function"),
-        (Custom, "is of type builtins.type"),
-        (torch.empty(1, device="meta"), "meta device"),
-        (numpy.array([object()]), "numpy.ndarray"),
-    ],
-)
-def test_other_values_are_refused_by_name(tmp_path: Path, value: Any, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        encode_plain({"callbacks": {"mine": [0, value]}}, "rest")
-    with pytest.raises(CheckpointError, match="mine"):
-        save_sharded(tmp_path / "a.ckpt", {}, {"callbacks": {"mine": [0, value]}}, step=0)
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_value_that_contains_itself_is_refused() -> None:
-    loop: list[Any] = []
-    loop.append(loop)
-    with pytest.raises(CheckpointError, match="does it contain itself"):
-        plain(loop, "rest")
 
 
 # -- full state dicts ------------------------------------------------------------------------------------------------
