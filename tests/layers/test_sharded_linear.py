@@ -17,6 +17,7 @@ from pool import RankPool
 from sharded_cases import compare, for_examples, full_gradients, integers, perturb, same, tensor_mesh
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.layers import ColumnParallelLinear, GeluMLP, RowParallelLinear, SwiGLU, column_linears
@@ -291,6 +292,44 @@ def on_ranks_accumulate() -> None:
 
 def test_accumulation_and_frozen_weights(pool: RankPool) -> None:
     pool.run(on_ranks_accumulate, 2)
+
+
+class Order(TorchDispatchMode):
+    """Names of matrix products and collectives, as they start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1].strip("_")
+        if func.namespace == "c10d":
+            # asyncOp, whose default (true) is not among the arguments
+            assert not any(a is False for a in args), f"{name} is waited for on the spot"
+        if func.namespace == "c10d" or name in ("mm", "addmm"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def on_ranks_overlap() -> None:
+    """The input gradient travels while the weights' are computed; the input comes back while it is computed."""
+    mesh = tensor_mesh()
+    gather, scatter = "allgather_base", "reduce_scatter_base"
+    for sequence_parallel, expected in (
+        (False, ["mm", "addmm", "allreduce", "mm", "mm"]),
+        (True, [gather, "mm", "addmm", scatter, "mm", "mm"]),
+    ):
+        torch.manual_seed(0)
+        module = nn.ModuleList(ColumnParallelLinear(4, 6) for _ in range(2))
+        shard_module(module, mesh, sequence_parallel)
+        first, second = column_linears(torch.randn(1, 4, 4, requires_grad=True), *module)
+        with Order() as order:
+            (first + second).sum().backward()
+        assert order.names == expected
+
+
+def test_collectives_start_before_the_weight_gradients(pool: RankPool) -> None:
+    pool.run(on_ranks_overlap, 2)
 
 
 def on_ranks_autocast() -> list[float]:
