@@ -17,7 +17,7 @@ def main(cfg: DictConfig) -> float | None:
     from lightning_megapar.models.language_model import LanguageModel
 
     # Refusals first: nothing below this block can fail for a setting's sake, and no rank exists before the last line.
-    cfg, resume = resumed_settings(cfg)
+    cfg, resume = resumed_settings(cfg, PretrainSettings)
     seed_everything(cfg.seed)
     data = instantiate(cfg.data)
     module = LanguageModel(instantiate(cfg.model), instantiate(cfg.optimizer))

@@ -138,11 +138,8 @@ def _wrong_setting(error: BaseException) -> Exception | None:
         cause = error.__cause__
         where = next((line for line in str(error).splitlines() if line.startswith("full_key:")), "")
         key = where.partition(":")[2].strip()
-        if isinstance(cause, ConfigError):
-            return ConfigError(f"{key}: {cause}" if key else str(cause))
-        if isinstance(cause, TypeError) and "argument" in str(cause):
-            return ConfigError(f"{key or 'a setting'}: {cause}")
-        if type(cause).__name__ == "MisconfigurationException":
+        called_wrongly = isinstance(cause, TypeError) and "argument" in str(cause)
+        if called_wrongly or isinstance(cause, ValueError) or type(cause).__name__ == "MisconfigurationException":
             return ConfigError(f"{key}: {cause}" if key else str(cause))
         return error if cause is None else None
     if isinstance(error, (ConfigError, OmegaConfBaseException, CompactHydraException)):

@@ -8,8 +8,8 @@ import warnings
 
 _ADVERTS = re.compile(
     r"(GPU|TPU|HPU|IPU|MPS) available|Using default `ModelCheckpoint`|litlogger|LitLogger|Tip:|tip: |"
-    r"`Trainer\.fit` stopped|Seed set to|Restor(ing|ed) (states|all states)|You are using a CUDA device|`weights_only` was not set|"
-    r"`Trainer\(limit_\w+=[\d.]+\)` was configured"
+    r"`Trainer\.fit` stopped|Seed set to|Restor(ing|ed) (states|all states)|You are using a CUDA device|"
+    r"`weights_only` was not set|`Trainer\(limit_\w+=[\d.]+\)` was configured"
 )
 """What Lightning says through its loggers in every run, whether or not anything is to be done."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -22,6 +23,7 @@ from lightning_megapar.hydra_app.run_directory import (
     overrides_of,
     state_of,
 )
+from lightning_megapar.hydra_app.settings import SettingsCheck, UnknownSettings
 
 if TYPE_CHECKING:
     from lightning_megapar.models.gpt import GPTConfig
@@ -44,10 +46,14 @@ class Resume:
     overrides: tuple[str, ...] = ()
 
 
-def resumed_settings(cfg: DictConfig) -> tuple[DictConfig, Resume]:
+def resumed_settings(cfg: DictConfig, schema: type | None = None) -> tuple[DictConfig, Resume]:
     """``resume=RUN`` goes on in that run's directory, ``resume=CHECKPOINT`` starts a new run from it.
 
     Either way the settings are those that the run was started with, changed by what stands on this command line.
+
+    Args:
+        cfg: the task's configuration.
+        schema: as for :func:`~lightning_megapar.hydra_app.app.hydra_main`.
 
     Raises:
         ConfigError: nothing there to resume, the run still lives, or nothing is left to do.
@@ -67,6 +73,9 @@ def resumed_settings(cfg: DictConfig) -> tuple[DictConfig, Resume]:
         raise ConfigError(f"resume={cfg.resume}: the run is still going on")
     if owner is not None:
         overrides = merged_overrides(overrides_of(owner), given, dropped=own)
+        search_path = GlobalHydra.instance().config_loader().get_search_path()
+        if found := SettingsCheck(search_path, task.job.config_name, schema).run(overrides):
+            raise UnknownSettings(found)
         cfg = compose(config_name=task.job.config_name, overrides=overrides)
     else:
         overrides = given

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hydra.errors import InstantiationException
+
 from lightning_megapar.config import ConfigError
 
 CLAIM = "run.json"
@@ -171,7 +173,7 @@ class RunDirectory:
     ) -> None:
         if self._handle is None or os.getpid() != self._owner:
             return  # a rank forked from the claiming process: the owner records the end
-        if isinstance(value, ConfigError) and not self._resumed and self._only_own_files():
+        if isinstance(value, (ConfigError, InstantiationException)) and not self._resumed and self._only_own_files():
             # Refused before anything was trained: leave no directory behind.
             for path in self._written:
                 path.unlink(missing_ok=True)
