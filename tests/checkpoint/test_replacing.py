@@ -99,6 +99,21 @@ def test_the_janitor_spares_the_living(tmp_path: Path) -> None:
     assert clean_directory(tmp_path / "missing") == []
 
 
+def test_the_janitor_keeps_what_it_removes_locked(tmp_path: Path) -> None:
+    """Else a save could lock its new directory just before it is taken away."""
+    left = sibling(tmp_path / "last.ckpt", "tmp", new_uid())
+    left.mkdir()
+    seen = []
+
+    class Watching(FileSystem):
+        def before(self, operation: str, path: Path) -> None:
+            if operation == "rename":
+                seen.append(FileSystem().lock(left))
+
+    assert clean_directory(tmp_path, Watching()) == [left]
+    assert seen == [None]
+
+
 def test_the_janitor_waits_where_directories_cannot_be_locked(tmp_path: Path) -> None:
     class NoLocks(FileSystem):
         def lock(self, path: Path) -> int | None:
