@@ -25,6 +25,7 @@ from lightning_megapar.data_parallel.parameters import (
 from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.cut import StageCut, StagePlan, plan_stages
+from lightning_megapar.random_streams import RandomStreams, uses_dropout
 from lightning_megapar.sharding.apply import shard_module
 from lightning_megapar.sharding.initialise import initialise_by_name
 from lightning_megapar.stage_metrics import connect_metrics
@@ -41,6 +42,7 @@ class PreparedModule:
         plan, cut: the pipeline's, ``None`` without one.
         zero: FSDP2 units, ``None`` for zero_stage 0.
         metrics: attribute name -> metric to log.
+        streams: layout-free random streams, ``None`` on a single rank.
         stages: canonical parameter name -> stages that hold it.
     """
 
@@ -51,6 +53,7 @@ class PreparedModule:
     cut: StageCut | None
     zero: ZeroUnits | None
     metrics: dict[str, Metric]
+    streams: RandomStreams | None
     stages: dict[str, tuple[int, ...]]
 
 
@@ -91,6 +94,10 @@ def prepare_module(
     module.to(device)
     convert(module)
     _refuse_meta(module)
+    streams = None
+    if mesh.layout.world_size > 1:
+        keyed = _blocks(module, plan) if uses_dropout(module) else []
+        streams = RandomStreams(seed, mesh.coordinate("data"), keyed)
     zero = None
     sharded: set[str] = set()
     data = mesh.submesh("data")
@@ -106,7 +113,9 @@ def prepare_module(
         cut.install_hooks()
     stages = _stages_of(module, names, mesh)
     parameters = collect_parameters(module, names, stages, partial_parameter_names(module, names), sharded)
-    return PreparedModule(mesh.layout, names, parameters, plan, cut, zero, connect_metrics(module, mesh), stages)
+    return PreparedModule(
+        mesh.layout, names, parameters, plan, cut, zero, connect_metrics(module, mesh), streams, stages
+    )
 
 
 def _blocks(module: nn.Module, plan: StagePlan | None) -> list[nn.Module]:

@@ -13,7 +13,6 @@ microbatches, data ranks and the whole accumulation window: the loss of one big 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.cut import StageCut, StageError, contains_nan
 from lightning_megapar.pipeline.runtime import PipelineRuntime, boundary_tensors
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule
+from lightning_megapar.random_streams import RandomStreams
 from lightning_megapar.step_log import LogExchange, LogRecorder, StepReport
 
 
@@ -88,7 +88,7 @@ class Stepper:
         zero: FSDP2 units, ``None`` for zero_stage 0.
         schedule: schedule name.
         num_microbatches: microbatches per batch (fewer for a ragged last batch).
-        seed: of the per-microbatch random streams.
+        streams: seeds torch's generators for each microbatch; ``None`` leaves them alone.
         forward_context: makes the precision plugin's context around one forward.
     """
 
@@ -102,7 +102,7 @@ class Stepper:
         zero: ZeroUnits | None = None,
         schedule: str = "1f1b",
         num_microbatches: int = 1,
-        seed: int = 0,
+        streams: RandomStreams | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.mesh = mesh
@@ -111,7 +111,7 @@ class Stepper:
         self.zero = zero
         self.schedule_name = schedule
         self.num_microbatches = num_microbatches
-        self.seed = seed
+        self.streams = streams
         self.forward_context = forward_context
         self.parameters = trainable(parameters)
         # The same on every stage, whether or not it sees the loss.
@@ -135,15 +135,9 @@ class Stepper:
             self._schedules[key] = build_schedule(name, self.mesh.size("pipeline"), microbatches)
         return self._schedules[key]
 
-    def _seed_microbatch(self, microbatch: int) -> None:
-        """Layout-free random streams: the same on tensor ranks, different per data rank and microbatch."""
-        if self.mesh.layout.world_size == 1:
-            return
-        place = f"{self.seed}:{self.steps}:{self.mesh.coordinate('data')}:{microbatch}"
-        torch.manual_seed(zlib.crc32(place.encode()))
-
     def _call(self, step: Callable[[], Any], microbatch: int, received: Any) -> tuple[bool, Any]:
-        self._seed_microbatch(microbatch)
+        if self.streams is not None:
+            self.streams.begin_microbatch(self.steps, microbatch)
         with self.forward_context():
             finished, value = (True, step()) if self.cut is None else self.cut.call(step, received)
         if not self._verified:
@@ -159,6 +153,11 @@ class Stepper:
         if window.by_tokens:
             return window.unit
         return self._token_unit or float(samples * self.mesh.size("data"))
+
+    def _weight(self, samples: int, tokens: Any) -> Tensor:
+        """What a microbatch's loss counts for: 0-dim float64 on the device (reading it there would stall a GPU)."""
+        count = samples if tokens is None else tokens
+        return torch.as_tensor(count, dtype=torch.float64, device=self.device).detach()
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -205,7 +204,7 @@ class Stepper:
         scale = loss_scale / accumulate
         recorder = LogRecorder()
         losses: list[Tensor] = []
-        weights: list[float] = []
+        weights: list[Tensor] = []
         by_tokens: list[bool] = []
         outputs: list[Any] = []
 
@@ -217,18 +216,17 @@ class Stepper:
             if finished:
                 loss, tokens = _loss_of(value)
                 losses.append(loss.detach())
-                weights.append(float(count) if tokens is None else tokens)
+                weights.append(self._weight(count, tokens))
                 by_tokens.append(tokens is not None)
                 outputs.append(detach(value))
                 return True, (loss, weights[-1])
             return False, value
 
-        def backward(microbatch: int, result: tuple[Tensor, float]) -> None:
+        def backward(microbatch: int, result: tuple[Tensor, Tensor]) -> None:
             loss, weight = result
-            if weight:
-                (loss * (weight / unit * scale)).backward()
-            elif self.mesh.size("pipeline") > 1 or self.zero is not None:
-                (loss * 0.0).nan_to_num().backward()  # peers wait for this microbatch's gradients
+            # A microbatch without a valid token has a mean over nothing: it must count as zero, not as NaN.
+            loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
+            (loss * (weight / unit * scale).to(loss.dtype)).backward()
 
         if self.zero is not None:
             self.zero.hold()
@@ -240,13 +238,13 @@ class Stepper:
 
         if by_tokens and by_tokens[0]:
             _weigh_by_tokens(recorder, weights)
-        loss_sum = (
-            torch.stack(losses).double() @ torch.tensor(weights, dtype=torch.float64, device=losses[0].device)
-            if losses
-            else 0.0
-        )
+        loss_sum = weight_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        if losses:
+            stacked = torch.stack(weights)
+            weighted = torch.stack(losses).double() * stacked
+            loss_sum, weight_sum = torch.where(stacked > 0, weighted, 0.0).sum(), stacked.sum()
         tokens_flag = 1.0 if by_tokens and by_tokens[0] else 0.0
-        report = self.exchange.exchange(recorder, loss_sum, sum(weights), flag + 2.0 * tokens_flag)
+        report = self.exchange.exchange(recorder, loss_sum, weight_sum, flag + 2.0 * tokens_flag)
         window.by_tokens = any(f >= 2.0 for f in report.flags)
         report = StepReport(
             report.loss,
@@ -321,7 +319,7 @@ class Stepper:
         pieces = split_batch(batch, self.num_microbatches)
         recorder = LogRecorder()
         outputs: list[Any] = []
-        weights: list[float] = []
+        weights: list[Tensor] = []
 
         def forward(microbatch: int, received: Any) -> tuple[bool, Any]:
             piece, count = pieces[microbatch]
@@ -331,7 +329,7 @@ class Stepper:
             if finished:
                 outputs.append(detach(value))
                 tokens = value.get("num_valid_tokens") if isinstance(value, dict) else None
-                weights.append(float(count) if tokens is None else float(tokens))
+                weights.append(self._weight(count, tokens))
             return finished, value
 
         self.runtime.run(self._schedule("forward", len(pieces)), forward)
@@ -348,7 +346,7 @@ def _exact(factor: float) -> float:
     return 1.0 if abs(factor - 1.0) < 1e-12 else factor
 
 
-def _loss_of(value: Any) -> tuple[Tensor, float | None]:
+def _loss_of(value: Any) -> tuple[Tensor, Any]:
     """(loss, num_valid_tokens or None) of what a training_step returned."""
     tokens = None
     if isinstance(value, dict):
@@ -361,10 +359,10 @@ def _loss_of(value: Any) -> tuple[Tensor, float | None]:
         )
     if not value.requires_grad:
         raise StepContractError("training_step returned a loss that depends on no trainable parameter")
-    return value, None if tokens is None else float(tokens)
+    return value, tokens
 
 
-def _weigh_by_tokens(recorder: LogRecorder, weights: list[float]) -> None:
+def _weigh_by_tokens(recorder: LogRecorder, weights: list[Tensor]) -> None:
     """Means logged by a step that counts its tokens are means over tokens, unless ``batch_size`` was passed."""
     for entry in recorder.entries.values():
         if not entry.explicit_weight and len(entry.weights) == len(weights):

@@ -45,7 +45,7 @@ class LogEntry:
     is_metric: bool
     metric: Metric | None = None
     values: list[Tensor] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
+    weights: list[float | Tensor] = field(default_factory=list)
     explicit_weight: bool = False
 
     def signature(self) -> str:
@@ -146,7 +146,9 @@ class LogExchange:
         self._speakers = [r for r, p in enumerate(places) if p["pipeline"] == last and p["tensor"] == 0]
         self._speaks = mesh.rank in self._speakers
 
-    def exchange(self, recorder: LogRecorder, loss_sum: Tensor | float, weight: float, flag: float) -> StepReport:
+    def exchange(
+        self, recorder: LogRecorder, loss_sum: Tensor | float, weight: Tensor | float, flag: float
+    ) -> StepReport:
         """All ranks call it once per step, with their own packet.
 
         Args:
@@ -185,17 +187,22 @@ class LogExchange:
         return self._report([rows[r] for r in self._speakers], key, tuple(row[0] for row in rows))
 
     def _pack(
-        self, entries: tuple[LogEntry, ...], signature: float, loss_sum: Tensor | float, weight: float, flag: float
+        self,
+        entries: tuple[LogEntry, ...],
+        signature: float,
+        loss_sum: Tensor | float,
+        weight: Tensor | float,
+        flag: float,
     ) -> Tensor:
         room = len(entries) if self.mesh.layout.world_size == 1 else self._capacity
-        head = [flag, signature, float(len(entries)), 0.0, weight, float(len(entries))]
+        head = [flag, signature, float(len(entries)), 0.0, 0.0, float(len(entries))]
         packet = torch.zeros(_FIXED + 2 * room, dtype=torch.float64)
         packet[:_FIXED] = torch.tensor(head, dtype=torch.float64)
         packet = packet.to(self.device)
-        packet[3] = loss_sum.detach().double() if isinstance(loss_sum, Tensor) else loss_sum
+        packet[3], packet[4] = loss_sum, weight
         for index, entry in enumerate(entries[:room]):
             values = torch.stack([v.to(self.device, torch.float64) for v in entry.values])
-            weights = torch.tensor(entry.weights, dtype=torch.float64, device=self.device)
+            weights = torch.stack([torch.as_tensor(w, dtype=torch.float64, device=self.device) for w in entry.weights])
             if entry.reduction == "mean":
                 packet[_FIXED + 2 * index] = (values * weights).sum()
             else:

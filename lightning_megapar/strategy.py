@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_megapar.batches import batch_size_of
 from lightning_megapar.checkpoint import gather_full_state_dict, is_sharded_checkpoint, remove_sharded
 from lightning_megapar.checkpoint.training import DataPosition, load_training, save_training
 from lightning_megapar.checkpoint.training_state import named_optimizer_state
@@ -197,7 +198,7 @@ class MegaParStrategy(MeshStrategy):
             zero=self.prepared.zero,
             schedule=self.config.pipeline_schedule,
             num_microbatches=self.num_microbatches,
-            seed=self.seed,
+            streams=self.prepared.streams,
             forward_context=self.precision_plugin.forward_context,
         )
         # FSDP2 parameters made under inference_mode cannot be trained afterwards.
@@ -251,6 +252,11 @@ class MegaParStrategy(MeshStrategy):
         finally:
             self._accumulating = False
 
+    @property
+    def _is_plain(self) -> bool:
+        """One rank, one microbatch: the user's step is the whole step, as in plain Lightning."""
+        return self.layout.world_size == 1 and self.num_microbatches == 1
+
     def on_train_start(self) -> None:
         if self._resumed is None:
             return
@@ -270,9 +276,13 @@ class MegaParStrategy(MeshStrategy):
         assert module is not None
         trainer = module.trainer
         self._where = f"training step {trainer.global_step}"
-        if not module.automatic_optimization:
+        alone = self._is_plain and trainer.accumulate_grad_batches == 1
+        if alone or not module.automatic_optimization:
             with self.precision_plugin.train_step_context():
-                return module.training_step(*args, **kwargs)
+                output = module.training_step(*args, **kwargs)
+            self._leave_requested = self._leave_requested or self._preemption.is_set
+            self._count_samples(trainer, batch_size_of(args[0]) or 1)
+            return output
         result = self.stepper.train(
             lambda piece: module.training_step(piece, *args[1:], **kwargs),
             args[0],
@@ -308,6 +318,10 @@ class MegaParStrategy(MeshStrategy):
         self._where = f"{kind} step {args[1] if len(args) > 1 else ''}".rstrip()
         self._leave_if_requested()
         step = getattr(module, f"{kind}_step")
+        if self._is_plain:
+            self._leave_requested = self._preemption.is_set
+            with self.precision_plugin.forward_context():
+                return step(*args, **kwargs)
         result = self.stepper.evaluate(
             lambda piece: step(piece, *args[1:], **kwargs),
             args[0],

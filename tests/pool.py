@@ -94,6 +94,8 @@ class RankPool:
     """A set of persistent rank processes (started on first use)."""
 
     def __init__(self) -> None:
+        # Read when torch is imported, which the server does once for all ranks.
+        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
         # Forked from a process that has imported everything and computed nothing: a rank costs milliseconds.
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["lightning.pytorch", "torch.distributed.fsdp", "lightning_megapar"])

@@ -136,8 +136,9 @@ def _transfer_group(ranks: GroupRanks) -> Iterator[tuple[dist.ProcessGroup | Non
         group = dist.new_group(backend="gloo")
         try:
             yield group, torch.device("cpu")
-            # A rank with nothing to send would close its connections while slower peers are still making theirs.
-            dist.barrier(group)
+            # A rank with nothing to send would close its connections while slower peers are still making theirs. In
+            # the caller's group: this one has counted different numbers of transfers on its ranks.
+            dist.barrier(ranks.group)
         finally:
             dist.destroy_process_group(group)
     else:

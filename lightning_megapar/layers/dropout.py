@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megapar.layers.base import ParallelLayer
@@ -23,14 +22,14 @@ class SequenceDropout(ParallelLayer):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        ranks = self.sequence_ranks
         if not self.training or self.p == 0.0:
             return x
-        if ranks is None:
-            return F.dropout(x, self.p)
+        # F.dropout draws by other kernels for a tensor that requires a gradient than for one that does not.
+        ranks = self.sequence_ranks
         *lead, length, width = x.shape
-        mask = F.dropout(x.new_ones((*lead, length * ranks.size, width)), self.p)
-        return x * mask.narrow(-2, ranks.rank * length, length)
+        size = length if ranks is None else length * ranks.size
+        mask = x.new_empty((*lead, size, width)).bernoulli_(1.0 - self.p).div_(1.0 - self.p)
+        return x * (mask if ranks is None else mask.narrow(-2, ranks.rank * length, length))
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

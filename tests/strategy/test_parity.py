@@ -90,3 +90,21 @@ def test_tied_and_untied(pool: RankPool, style: str, tied: bool) -> None:
     config = parity.style(style, tied_head=tied)
     results = pool.run(parity.run_strategy, world, config, world, "adamw", options, mode="trainer")
     parity.compare(results[0], reference(style, "adamw", tied=tied), 1e-11)
+
+
+def test_dropout_masks_do_not_depend_on_where_a_block_runs(pool: RankPool) -> None:
+    config = parity.style("gpt2", dropout=0.3)
+    layouts = {
+        "tp2": (2, {"tensor_parallel_size": 2}),
+        "tp2_sp": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+        "pp2": (2, {"pipeline_parallel_size": 2, "num_microbatches": 1}),
+        "tp2_pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 1}),
+    }
+    results = {
+        name: pool.run(parity.run_strategy, world, config, world, "sgd", options, mode="trainer")[0]
+        for name, (world, options) in layouts.items()
+    }
+    for name in ("tp2_sp", "pp2", "tp2_pp2"):
+        parity.compare(results[name], results["tp2"], 1e-12)
+    plain = reference("gpt2", "sgd")
+    assert abs(results["tp2"]["losses"][0] - plain["losses"][0]) > 1e-6  # something was dropped

@@ -1,0 +1,57 @@
+"""Random numbers that do not depend on where a block runs.
+
+Before each microbatch, and again before each block of the stack, torch's generators are seeded from (seed, step, data
+rank, microbatch, block). Tensor ranks then draw the same dropout mask where they hold the same activations, two stages
+never draw each other's, and a block draws the same mask on whatever stage it lives. (A sample's mask still depends on
+the microbatch it falls into.)
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+
+def uses_dropout(module: nn.Module) -> bool:
+    """Whether any submodule says that it drops something (``nn.Dropout``, or a positive ``*drop*`` attribute)."""
+    for child in module.modules():
+        if isinstance(child, _DropoutNd) and child.p > 0:
+            return True
+        for name, value in vars(child).items():
+            if "drop" in name and isinstance(value, float) and value > 0:
+                return True
+    return False
+
+
+class RandomStreams:
+    """Seeds torch's generators for one rank.
+
+    Args:
+        seed: of the run.
+        data_rank: ranks that see different samples draw different numbers.
+        blocks: the stack's blocks in global order (stand-ins included); empty where there is no dropout to key.
+    """
+
+    def __init__(self, seed: int, data_rank: int, blocks: Sequence[nn.Module] = ()) -> None:
+        self.seed = seed
+        self.data_rank = data_rank
+        self._place = ""
+        for index, block in enumerate(blocks):
+            block.register_forward_pre_hook(self._before(index))
+
+    def begin_microbatch(self, step: int, microbatch: int) -> None:
+        """Seed for everything before the stack."""
+        self._place = f"{self.seed}:{step}:{self.data_rank}:{microbatch}"
+        torch.manual_seed(zlib.crc32(self._place.encode()))
+
+    def _before(self, index: int) -> Any:
+        def seed(block: nn.Module, args: tuple[Any, ...]) -> None:
+            if block.training and self._place:
+                torch.manual_seed(zlib.crc32(f"{self._place}:{index}".encode()))
+
+        return seed
