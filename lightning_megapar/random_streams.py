@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 
 def uses_dropout(module: nn.Module) -> bool:
-    """Whether any submodule says that it drops something (``nn.Dropout``, or a positive ``*drop*`` attribute)."""
+    """Whether any submodule drops something (a ``*Dropout*`` class with ``p > 0``, a positive ``*drop*`` attribute)."""
     for child in module.modules():
-        if isinstance(child, _DropoutNd) and child.p > 0:
+        if "dropout" in type(child).__name__.lower() and getattr(child, "p", 0) > 0:
             return True
         for name, value in vars(child).items():
             if "drop" in name and isinstance(value, float) and value > 0:
