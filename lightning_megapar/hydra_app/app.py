@@ -12,6 +12,7 @@ import functools
 import inspect
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -25,10 +26,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.hydra_app.quiet import quiet
+from lightning_megapar.hydra_app.run_directory import is_first_process
 from lightning_megapar.hydra_app.settings import OVERLAYS, SettingsCheck, UnknownSettings, refuse_unknown_settings
 
 WRONG_SETTING = 2
 FAILED = 1
+_PATIENCE = 5.0
+"""Seconds that ranks other than 0 wait before they repeat a refusal."""
 Task = Callable[[DictConfig], Any]
 
 
@@ -151,6 +155,13 @@ def _wrong_setting(error: BaseException) -> Exception | None:
 
 
 def _refuse(error: Exception) -> NoReturn:
+    """Say what is wrong and leave with exit code 2.
+
+    Ranks that torchrun or srun started find the same at the same moment: rank 0 speaks, and its end ends the others.
+    One of them speaks only when it is still there after a while: the fault is its own (a path missing on its node).
+    """
+    if not is_first_process():
+        time.sleep(_PATIENCE)
     lines = str(error).splitlines() or [type(error).__name__]
     head = f"{len(lines)} settings are wrong:\n  " if isinstance(error, UnknownSettings) and len(lines) > 1 else ""
     print(f"error: {head}" + "\n  ".join(lines), file=sys.stderr, flush=True)

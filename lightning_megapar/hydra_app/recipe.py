@@ -19,6 +19,7 @@ from lightning_megapar.hydra_app.run_directory import (
     CONFIG,
     OVERRIDES,
     RunDirectory,
+    is_first_process,
     merged_overrides,
     overrides_of,
     state_of,
@@ -86,13 +87,14 @@ def resumed_settings(cfg: DictConfig, schema: type | None = None) -> tuple[DictC
             f"resume={cfg.resume} is at step {step} and trainer.max_steps={cfg.trainer.max_steps}: nothing is left to "
             f"do; give a larger trainer.max_steps"
         )
-    print(f"resuming {checkpoint} at step {step}" + (", in the same directory" if in_place else ", as a new run"))
+    if is_first_process():
+        print(f"resuming {checkpoint} at step {step}" + (", in the same directory" if in_place else ", as a new run"))
     kept = tuple(override for override in overrides if override.lstrip("+").split("=")[0] not in own)
     return cfg, Resume(owner if in_place else None, str(checkpoint), step, kept)
 
 
 def settle_devices(cfg: DictConfig, model: GPTConfig) -> RunPlan:
-    """Check devices, layout, batch and model against each other and write the chosen devices into ``cfg``.
+    """Check devices, layout, batch and model against each other; write the chosen devices into ``cfg`` and say them.
 
     Raises:
         ConfigError: what cannot work, naming the nearest valid values.
@@ -110,6 +112,8 @@ def settle_devices(cfg: DictConfig, model: GPTConfig) -> RunPlan:
     )
     cfg.parallel.devices = plan.devices.count
     cfg.trainer.accelerator = plan.devices.accelerator
+    if is_first_process():
+        print(plan.describe(), flush=True)
     return plan
 
 

@@ -14,6 +14,7 @@ from hydra import version
 from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
 
+from lightning_megapar.config import FOREIGN_NAMES
 from lightning_megapar.hydra_app.schema import PretrainSettings
 from lightning_megapar.hydra_app.settings import SettingsCheck, UnknownSettings, refuse_unknown_settings
 from lightning_megapar.hydra_app.sources import Found
@@ -212,6 +213,14 @@ def test_an_experiment_may_choose_another_option_and_change_it(conf: Path) -> No
 def test_what_each_mistake_is_told(conf: Path, override: str, said: str) -> None:
     found = check(conf, override)
     assert len(found) == 1 and said in str(found[0]), [str(entry) for entry in found]
+
+
+def test_names_of_other_frameworks_lead_to_ours(conf: Path) -> None:
+    found = check(conf, *[f"+parallel.{name}=2" for name in FOREIGN_NAMES])
+    assert len(found) == len(FOREIGN_NAMES)
+    for entry in found:
+        meant = FOREIGN_NAMES[entry.setting.removeprefix("parallel.")].split()[0]
+        assert entry.near == f"{'trainer' if meant.startswith('acc') else 'parallel'}.{meant}", entry
 
 
 @pytest.mark.parametrize(
