@@ -184,7 +184,7 @@ class StageCut:
         for name, block in list(blocks.named_children()):
             index = list(blocks._modules).index(name)
             if not self.start <= index < self.stop:
-                setattr_module(blocks, name, SkippedBlock(block, self))
+                setattr_module(blocks, name, SkippedBlock(block, self.like_boundary))
         for full, place in self.plan.outside.items():
             owner_path, _, child_name = full.rpartition(".")
             owner = module.get_submodule(owner_path)

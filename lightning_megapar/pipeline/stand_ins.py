@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
-
-if TYPE_CHECKING:
-    from lightning_megapar.pipeline.cut import StageCut
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 class StageError(RuntimeError):
@@ -24,15 +22,20 @@ def _copy_plain_attributes(source: nn.Module, target: nn.Module) -> None:
 
 
 class SkippedBlock(nn.Module):
-    """A block of another stage: hands its hidden state through unchanged."""
+    """A block of another stage: hands its hidden state through unchanged.
 
-    def __init__(self, original: nn.Module, cut: StageCut) -> None:
+    Args:
+        original: the block that it stands for.
+        as_output: puts a hidden state into the structure that the blocks return.
+    """
+
+    def __init__(self, original: nn.Module, as_output: Callable[[Tensor], Any]) -> None:
         super().__init__()
         _copy_plain_attributes(original, self)
-        self._cut = [cut]  # in a list: not a submodule, and not a reference that deepcopy should follow twice
+        self._as_output = as_output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._cut[0].like_boundary(first_tensor(args, kwargs)[1])
+        return self._as_output(first_tensor(args, kwargs)[1])
 
 
 class ShapeOnly(nn.Module):
@@ -93,12 +96,6 @@ class Absent(nn.Module):
 def _poison(leaf: Tensor, device: torch.device) -> Tensor:
     fill = float("nan") if leaf.dtype.is_floating_point or leaf.dtype.is_complex else 0
     return torch.full((), fill, dtype=leaf.dtype, device=device).expand(leaf.shape)
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    from torch.utils._pytree import tree_leaves as leaves
-
-    return leaves(tree)
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
