@@ -50,6 +50,7 @@ class MeshStrategy(ParallelStrategy):
         self._layout: Layout | None = None
         self._layout_reason = ""
         self._mesh: ParallelMesh | None = None
+        self._world: dist.ProcessGroup | None = None
         self._failures: FailureReporter | None = None
         self._preemption = PreemptionFlag()
         self._where = "set-up"
@@ -123,7 +124,9 @@ class MeshStrategy(ParallelStrategy):
             device_id = self.root_device if self.root_device.type == "cuda" else None
             backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
             create_process_group(self.cluster_environment, backend, self._timeout, device_id=device_id)
-        if self._mesh is None or self._mesh.layout != self.layout:
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if self._mesh is None or self._mesh.layout != self.layout or self._world is not world:
+            self._world = world
             self._mesh = ParallelMesh(self.layout, self.global_rank, self.root_device.type)
             rank_zero_info(f"layout: {self.layout.describe()} ({self._layout_reason})")
             if self.layout.world_size > 1:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_megapar.config import ConfigError, Layout, ParallelConfig
 from lightning_megapar.data_parallel.parameters import (
@@ -28,7 +27,6 @@ from lightning_megapar.pipeline.cut import StageCut, StagePlan, plan_stages
 from lightning_megapar.random_streams import RandomStreams, uses_dropout
 from lightning_megapar.sharding.apply import shard_module
 from lightning_megapar.sharding.initialise import initialise_by_name
-from lightning_megapar.stage_metrics import connect_metrics
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,6 @@ class PreparedModule:
         parameters: what this rank holds.
         plan, cut: the pipeline's, ``None`` without one.
         zero: FSDP2 units, ``None`` for zero_stage 0.
-        metrics: attribute name -> metric to log.
         streams: layout-free random streams, ``None`` on a single rank.
         stages: canonical parameter name -> stages that hold it.
     """
@@ -52,7 +49,6 @@ class PreparedModule:
     plan: StagePlan | None
     cut: StageCut | None
     zero: ZeroUnits | None
-    metrics: dict[str, Metric]
     streams: RandomStreams | None
     stages: dict[str, tuple[int, ...]]
 
@@ -113,9 +109,7 @@ def prepare_module(
         cut.install_hooks()
     stages = _stages_of(module, names, mesh)
     parameters = collect_parameters(module, names, stages, partial_parameter_names(module, names), sharded)
-    return PreparedModule(
-        mesh.layout, names, parameters, plan, cut, zero, connect_metrics(module, mesh), streams, stages
-    )
+    return PreparedModule(mesh.layout, names, parameters, plan, cut, zero, streams, stages)
 
 
 def _blocks(module: nn.Module, plan: StagePlan | None) -> list[nn.Module]:

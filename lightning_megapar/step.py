@@ -84,6 +84,7 @@ class Stepper:
         mesh: the ranks.
         device: this rank's device.
         parameters: this rank's logical parameters.
+        owner: what the parameters belong to; see :meth:`fits`.
         cut: this stage's share of the module, ``None`` without a pipeline.
         zero: FSDP2 units, ``None`` for zero_stage 0.
         schedule: schedule name.
@@ -98,6 +99,7 @@ class Stepper:
         device: torch.device,
         parameters: Sequence[LogicalParameter],
         *,
+        owner: object = None,
         cut: StageCut | None = None,
         zero: ZeroUnits | None = None,
         schedule: str = "1f1b",
@@ -107,6 +109,7 @@ class Stepper:
     ) -> None:
         self.mesh = mesh
         self.device = device
+        self.owner = owner
         self.cut = cut
         self.zero = zero
         self.schedule_name = schedule
@@ -126,6 +129,14 @@ class Stepper:
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._verified = cut is None
         self._anchor = torch.zeros((), device=device, requires_grad=True)
+
+    def fits(self, mesh: ParallelMesh, owner: object) -> bool:
+        """Whether this stepper can go on for a later run, with its groups, connections and schedules."""
+        return self.mesh is mesh and self.owner is owner
+
+    def begin_run(self) -> None:
+        """Forget an accumulation window that an earlier run left open."""
+        self._window = _Window()
 
     # -- pieces shared by training and evaluation --------------------------------------------------------------------
 

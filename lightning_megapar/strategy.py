@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_megapar.batches import batch_size_of
 from lightning_megapar.checkpoint import gather_full_state_dict, is_sharded_checkpoint, remove_sharded
@@ -30,6 +31,7 @@ from lightning_megapar.launch.preemption import EXIT_CODE
 from lightning_megapar.loaders import prepare_loader
 from lightning_megapar.mesh_strategy import MeshStrategy
 from lightning_megapar.prepare import PreparedModule, local_state, prepare_module
+from lightning_megapar.stage_metrics import connect_metrics
 from lightning_megapar.step import Stepper, StepResult
 from lightning_megapar.step_log import replay
 
@@ -93,6 +95,7 @@ class MegaParStrategy(MeshStrategy):
         self._seed = seed
         self._prepared: PreparedModule | None = None
         self._stepper: Stepper | None = None
+        self._metrics: dict[str, Metric] = {}
         self._leave_requested = False
         self._accumulating = False
         self._inject_sampler = True
@@ -190,17 +193,11 @@ class MegaParStrategy(MeshStrategy):
             )
         else:
             self._prepared = earlier
-        self._stepper = Stepper(
-            self.mesh,
-            self.root_device,
-            self.prepared.parameters,
-            cut=self.prepared.cut,
-            zero=self.prepared.zero,
-            schedule=self.config.pipeline_schedule,
-            num_microbatches=self.num_microbatches,
-            streams=self.prepared.streams,
-            forward_context=self.precision_plugin.forward_context,
-        )
+        self._metrics = connect_metrics(module, self.mesh)
+        fits = self._stepper is not None and self._stepper.fits(self.mesh, self.prepared)
+        if self._stepper is None or not fits:
+            self._stepper = self._make_stepper()
+        self._stepper.begin_run()
         # FSDP2 parameters made under inference_mode cannot be trained afterwards.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
@@ -210,6 +207,20 @@ class MegaParStrategy(MeshStrategy):
             self.setup_optimizers(trainer)
             self._refuse_foreign_optimizers()
         self.setup_precision_plugin()
+
+    def _make_stepper(self) -> Stepper:
+        return Stepper(
+            self.mesh,
+            self.root_device,
+            self.prepared.parameters,
+            owner=self.prepared,
+            cut=self.prepared.cut,
+            zero=self.prepared.zero,
+            schedule=self.config.pipeline_schedule,
+            num_microbatches=self.num_microbatches,
+            streams=self.prepared.streams,
+            forward_context=self.precision_plugin.forward_context,
+        )
 
     def _refuse_foreign_optimizers(self) -> None:
         held = {id(record.parameter) for record in self.prepared.parameters}
@@ -336,7 +347,7 @@ class MegaParStrategy(MeshStrategy):
         replay(
             self.lightning_module.trainer,
             result.report,
-            self.prepared.metrics,
+            self._metrics,
             self.root_device,
             self.stepper.loss_dtype,
         )
