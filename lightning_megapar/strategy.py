@@ -448,7 +448,7 @@ class MegaParStrategy(MeshStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Fill module and optimizers from a checkpoint of any layout, or from a plain Lightning file (weights only).
+        """Fill module and optimizers from a checkpoint of any layout, or from a plain Lightning file.
 
         Raises:
             CheckpointError: what is wrong with the path, the same on every rank.
@@ -461,6 +461,8 @@ class MegaParStrategy(MeshStrategy):
                 local_state(self.lightning_module, self.prepared.names),
                 self.optimizers,
                 self.prepared.parameters,
+                self.prepared.names,
+                world_size=self.layout.world_size,
                 strict=self.lightning_module.strict_loading,
             )
         if position is not None:

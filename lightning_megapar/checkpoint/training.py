@@ -15,7 +15,12 @@ from lightning_megapar.checkpoint.errors import CheckpointError
 from lightning_megapar.checkpoint.full import load_full_into
 from lightning_megapar.checkpoint.reader import is_sharded_checkpoint, read_manifest
 from lightning_megapar.checkpoint.sharded import load_sharded, save_sharded
-from lightning_megapar.checkpoint.training_state import install_optimizer_state, optimizer_targets, pack
+from lightning_megapar.checkpoint.training_state import (
+    from_plain,
+    install_optimizer_state,
+    optimizer_targets,
+    pack,
+)
 from lightning_megapar.config import AXES, Layout
 from lightning_megapar.data_parallel.parameters import LogicalParameter, ModuleNames
 
@@ -47,16 +52,20 @@ def load_training(
     model: Mapping[str, Tensor],
     optimizers: Sequence[Optimizer],
     parameters: Sequence[LogicalParameter],
+    names: ModuleNames,
     *,
+    world_size: int,
     strict: bool,
 ) -> tuple[dict[str, Any], DataPosition | None]:
     """Fill this rank's module and optimizers; collective over all ranks.
 
     Args:
-        path: a sharded directory of any layout, or a plain Lightning file, of which the weights are taken.
+        path: a sharded directory of any layout, or a plain Lightning file.
         model: this rank's ``state_dict`` under canonical names.
         optimizers: of this run; none outside ``fit``, which then takes the weights alone.
         parameters: this rank's logical parameters.
+        names: of the whole module.
+        world_size: ranks that take part.
         strict: a name in the checkpoint that no rank asks for is an error (only with optimizers).
 
     Returns:
@@ -66,7 +75,7 @@ def load_training(
         CheckpointError: the same on every rank.
     """
     if path.is_file():
-        return _load_plain_file(path, model), None
+        return _load_plain_file(path, model, optimizers, parameters, names, world_size), None
     if not is_sharded_checkpoint(path):
         load_sharded(path, {})  # raises on every rank, saying what the path is instead
         raise CheckpointError(f"{path} is not a checkpoint")
@@ -83,8 +92,21 @@ def load_training(
     return rest, DataPosition(**ours["position"]) if "position" in ours else None
 
 
-def _load_plain_file(path: Path, model: Mapping[str, Tensor]) -> dict[str, Any]:
+def _load_plain_file(
+    path: Path,
+    model: Mapping[str, Tensor],
+    optimizers: Sequence[Optimizer],
+    parameters: Sequence[LogicalParameter],
+    names: ModuleNames,
+    world_size: int,
+) -> dict[str, Any]:
     checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    load_full_into(dict(model), checkpoint.get("state_dict", checkpoint))
+    state = checkpoint.get("state_dict", checkpoint)
+    # Tied values stand in a plain file under every name, here under the canonical one.
+    load_full_into(dict(model), {k: v for k, v in state.items() if names.canonical.get(k, k) == k})
+    for i, (optimizer, saved) in enumerate(zip(optimizers, checkpoint.get("optimizer_states", []))):
+        targets, full, groups = from_plain(i, optimizer, parameters, names, saved, world_size)
+        load_full_into(targets, full)
+        install_optimizer_state(i, optimizer, parameters, targets, groups)
     rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
     return {**rest, "state_dict": {}}

@@ -88,6 +88,54 @@ def pack(checkpoint: dict[str, Any], names: ModuleNames, world_size: int) -> tup
     return tensors, rest
 
 
+def from_plain(
+    index: int,
+    optimizer: Optimizer,
+    parameters: Sequence[LogicalParameter],
+    names: ModuleNames,
+    saved: Mapping[str, Any],
+    world_size: int,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """An optimizer state of plain Lightning (numbered parameters) in our terms. Collective when ``world_size > 1``.
+
+    Numbers are taken in ``named_parameters`` order within each group, which is how optimizers number the parameters
+    that they are given in that order.
+
+    Returns:
+        (empty targets in this rank's layout, the full tensors by the same names, groups for
+        :func:`install_optimizer_state`).
+
+    Raises:
+        CheckpointError: when groups or shapes do not fit.
+    """
+    groups = _merge_groups(named_optimizer_state(optimizer, parameters)["param_groups"], names, world_size)
+    old_groups = saved["param_groups"]
+    if [len(g["params"]) for g in groups] != [len(g["params"]) for g in old_groups]:
+        raise CheckpointError(
+            f"optimizer {index}: groups of {[len(g['params']) for g in old_groups]} parameters in the checkpoint, "
+            f"{[len(g['params']) for g in groups]} in this run"
+        )
+    number_of = {n: i for new, old in zip(groups, old_groups) for n, i in zip(new["params"], old["params"])}
+    full: dict[str, Tensor] = {}
+    targets: dict[str, Tensor] = {}
+    for record in parameters:
+        for key, value in saved["state"].get(number_of.get(record.name), {}).items():
+            if value is None:
+                continue
+            tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+            name = f"optimizer.{index}.{record.name}.{key}" + ("" if isinstance(value, Tensor) else NUMBER_SUFFIX)
+            shape = names.shapes[record.name]
+            if tensor.ndim and tuple(tensor.shape) != shape:
+                raise CheckpointError(
+                    f"optimizer {index}: {key} of {record.name!r} is {tuple(tensor.shape)}, the parameter {shape}"
+                )
+            like = record.parameter.detach()
+            targets[name] = torch.zeros_like(like, dtype=tensor.dtype) if tensor.ndim else torch.zeros_like(tensor)
+            full[name] = tensor
+    renamed = [{**old, "params": new["params"]} for new, old in zip(groups, old_groups)]
+    return targets, full, {"param_groups": renamed}
+
+
 def _merge_groups(groups: list[dict[str, Any]], names: ModuleNames, world_size: int) -> list[dict[str, Any]]:
     """Each group's names over all ranks, in canonical order."""
     mine = [list(group["params"]) for group in groups]

@@ -8,7 +8,7 @@ from typing import Any
 import parity
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from pool import RankPool
 from torch.utils.data import DataLoader
 
@@ -140,3 +140,67 @@ def test_every_kind_of_checkpoint(pool: RankPool, tmp_path: Path) -> None:
     assert len(results) == 7 + 3 + 3
     for name, (resumed, expected) in results.items():
         assert resumed == pytest.approx(expected, rel=1e-12), name
+
+
+def train_plain(root: str, stop: int, save: str) -> list[float]:
+    """Plain Lightning on one device, saving its own single file."""
+    losses: list[float] = []
+
+    class Losses(Callback):
+        def on_train_batch_end(
+            self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            losses.append(float(outputs["loss"]))
+
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=stop,
+        precision="64-true",
+        callbacks=[Losses()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+    )
+    loader = DataLoader(parity.Tokens(SAMPLES, 16, 61, ragged=False), batch_size=BATCH)
+    trainer.fit(parity.Model(parity.style("gpt2"), "adamw"), loader)
+    trainer.save_checkpoint(save)
+    return losses
+
+
+def continue_plain(options: dict[str, Any], world: int, root: str, ckpt: str) -> list[float]:
+    from lightning_megapar import MegaParStrategy
+
+    strategy = MegaParStrategy(**options)
+    record = parity.Record()
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=world,
+        max_steps=5,
+        precision="64-true",
+        callbacks=[record],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+    )
+    data = parity.Tokens(SAMPLES, 16, 61, ragged=False)
+    # A plain file does not say where its data stood: turn the data so that the first batch is the one that comes next.
+    rest = torch.utils.data.Subset(data, [(i + 2 * BATCH) % SAMPLES for i in range(SAMPLES)])
+    per_rank = BATCH // strategy.config.resolve(world)[0].data
+    trainer.fit(parity.Model(parity.style("gpt2"), "adamw"), DataLoader(rest, batch_size=per_rank), ckpt_path=ckpt)
+    return record.losses
+
+
+@pytest.mark.parametrize("layout", ["tp2_pp2", "dp2_zero1"])
+def test_a_plain_lightning_file_goes_on_with_its_optimizer(pool: RankPool, tmp_path: Path, layout: str) -> None:
+    path = str(tmp_path / "plain.ckpt")
+    whole = train_plain(str(tmp_path), 5, str(tmp_path / "whole.ckpt"))
+    train_plain(str(tmp_path), 2, path)
+    world, options = LAYOUTS[layout]
+    after = pool.run(continue_plain, world, options, world, str(tmp_path), path, mode="trainer")[0]
+    assert after == pytest.approx(whole[2:], rel=1e-9)
