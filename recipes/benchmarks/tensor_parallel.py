@@ -25,6 +25,7 @@ import os
 import platform
 import socket
 import statistics
+import sys
 import threading
 import time
 import warnings
@@ -343,6 +344,7 @@ def work(rank: int, port: int, args: argparse.Namespace, results: Any) -> None:
             with contextlib.redirect_stdout(None), open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
                 rows.append(compare_strategies(tokens, width, args.layers, args.steps, args.rounds, args.threads))
         if rank == 0:
+            print(f"{tokens} x {width} measured", file=sys.stderr, flush=True)
             results.put(rows)
     dist.barrier()
     dist.destroy_process_group()
