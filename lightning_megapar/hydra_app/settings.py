@@ -167,7 +167,9 @@ class SettingsCheck:
                 Found(f"{group}={option}", "unknown option", COMMAND_LINE, f"{group}={near}" if near else None, more)
             )
         line = override.input_line or ""
-        if override.is_add() and override.package is None and group in self._standing():
+        if value is None and not override.is_delete():
+            self._found.append(Found(line, "chooses nothing", COMMAND_LINE, None, f"To leave it out, type ~{group}"))
+        elif override.is_add() and override.package is None and group in self._standing():
             more = f"To choose another option, type {line.lstrip('+')}"
             self._found.append(Found(group, "is chosen already", COMMAND_LINE, None, more))
         elif not wrong:

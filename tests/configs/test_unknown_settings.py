@@ -198,6 +198,7 @@ def test_an_experiment_may_choose_another_option_and_change_it(conf: Path) -> No
         ("~modl", "unknown setting 'modl' (command line); did you mean 'model'?"),
         ("+seed=3", "type seed=3"),
         ("+model=gpt_tiny", "type model=gpt_tiny"),
+        ("experiment=null", "type ~experiment"),
         ("model=gpt_tiny,gpt_small", "Add -m"),
         ("model={num_layers: 3, num_hads: 3}", "unknown setting 'model.num_hads'"),
         ("hydra.job.chdr=true", "did you mean 'hydra.job.chdir'?"),
