@@ -267,8 +267,8 @@ class Stepper:
         )
         if not window.weight and window.by_tokens:
             # The first window guessed its unit from this rank's samples; from here on all ranks share one.
-            window.unit = unit if self.zero is not None else self._token_unit or report.weight
-            self._token_unit = self._token_unit or report.weight
+            window.unit = unit if self.zero is not None else self._token_unit or report.weight or unit
+            self._token_unit = self._token_unit or report.weight or None
         window.weight += report.weight
         self.steps += 1
 
@@ -301,7 +301,7 @@ class Stepper:
         elif window.by_tokens:
             per_batch = _exact(unit / window.unit)
         else:
-            per_batch = _exact(factor * unit / weight)
+            per_batch = _exact(factor * unit / (weight or unit))
         for record, gradient in zip(self.parameters, stash):
             if gradient is None:
                 continue
@@ -313,9 +313,9 @@ class Stepper:
             return
         final = 1.0
         if window.by_tokens:
-            final = _exact(factor * accumulate * window.unit / window.weight)
+            final = _exact(factor * accumulate * window.unit / (window.weight or window.unit))
         elif self.zero is not None:
-            final = _exact(factor * unit / weight)
+            final = _exact(factor * unit / (weight or unit))
         self.reducer.reduce(final)
         self._window = _Window()
 

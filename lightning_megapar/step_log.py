@@ -113,7 +113,7 @@ class StepReport:
     """What every rank knows after the exchange.
 
     Args:
-        loss: global weighted mean of the microbatch losses (float64), ``nan`` when there is none.
+        loss: global weighted mean of the microbatch losses (float64), 0 when nothing counts.
         weight: global sum of the loss weights.
         flags: one number per rank.
         entries: descriptions in the order in which they were first logged.
@@ -230,7 +230,7 @@ class LogExchange:
                 values.append(sum(column))
             else:
                 values.append(max(column) if entry.reduction == "max" else min(column))
-        loss = sum(row[3] for row in rows) / weight if weight else float("nan")
+        loss = sum(row[3] for row in rows) / weight if weight else 0.0
         return StepReport(loss, weight, flags or (rows[0][0],), entries, tuple(values), tuple(weights))
 
 

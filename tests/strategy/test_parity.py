@@ -108,3 +108,13 @@ def test_dropout_masks_do_not_depend_on_where_a_block_runs(pool: RankPool) -> No
         parity.compare(results[name], results["tp2"], 1e-12)
     plain = reference("gpt2", "sgd")
     assert abs(results["tp2"]["losses"][0] - plain["losses"][0]) > 1e-6  # something was dropped
+
+
+@pytest.mark.parametrize("layout", ["dp2_pp2", "dp2_pp2_zero1", "tp2_pp2"])
+def test_microbatches_and_batches_without_a_valid_token(pool: RankPool, layout: str) -> None:
+    """Rows 4 to 11 of the first batch, and the whole second batch, have no label that counts."""
+    world, options = LAYOUTS[layout]
+    for empty in (range(4, 12), range(16, 32)):
+        config = parity.style("gpt2")
+        mine = pool.run(parity.run_strategy, world, config, world, "sgd", options, empty=empty, mode="trainer")[0]
+        parity.compare(mine, parity.run_reference(config, "sgd", empty=empty), 1e-12)
