@@ -117,6 +117,8 @@ class MeshStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         self._where = "set-up"
+        if self.lightning_module is not None:
+            self.lightning_module._current_fx_name = None  # of a run that failed in a hook
         super().setup_environment()
         self.set_world_ranks()
         assert self.cluster_environment is not None

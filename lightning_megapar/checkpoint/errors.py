@@ -32,6 +32,11 @@ class CheckpointError(RuntimeError):
         super().__init__(message)
         self.failures = failures
 
+    @property
+    def failing_rank(self) -> int | None:
+        """The first rank that raised, for whoever reports the failure; ``None`` when all found it alike."""
+        return self.failures[0].rank if self.failures else None
+
     def __reduce__(self) -> tuple[type[CheckpointError], tuple[str, tuple[Failure, ...]]]:
         return type(self), (str(self), self.failures)
 

@@ -7,6 +7,7 @@ waits for a rank that has given up.
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -66,7 +67,8 @@ class Ranks(ABC):
             decide: rank 0's part: results in rank order -> one value per rank. Same rule.
 
         Raises:
-            CheckpointError: the same on every rank; on a rank that raised, chained to the original exception.
+            CheckpointError: the same on every rank; on a rank that raised, a note tells where the original exception
+                came from (its text stands in the message).
             BaseException: an interrupt (``KeyboardInterrupt``, ``SystemExit``) is raised again on the rank it hit,
                 after its peers have been told.
         """
@@ -113,7 +115,9 @@ def _raise_alike(fault: CheckpointError | None, original: BaseException | None) 
         return
     if original is not None and not isinstance(original, Exception):
         raise original
-    raise fault from original
+    if original is not None and not isinstance(original, CheckpointError) and hasattr(fault, "add_note"):
+        fault.add_note("raised at\n" + "".join(traceback.format_tb(original.__traceback__)).rstrip())
+    raise fault from None
 
 
 @contextmanager

@@ -52,9 +52,11 @@ AFTER_SPOKEN = 0.7
 """Seconds after the speaker's last words at which silent ranks leave."""
 _POLL = 0.5
 
+# What gloo, NCCL and their stores say in a plain RuntimeError; a user's own "socket timeout" must not match.
 _LOST = re.compile(
-    r"gloo|connection (was )?(reset|closed|refused|aborted)|broken pipe|nccl|timed? ?out|monitoredbarrier"
-    r"|socket|peer|failed to (recv|send)|no route to host|heartbeat",
+    r"gloo[/\\:]|connection (was )?(reset|closed|refused|aborted)( by)? (peer|remote)|^\[.*broken pipe"
+    r"|nccl (error|comm)|timed out waiting \d+ ?ms|wait timeout after \d+ ?ms|timeout waiting for key"
+    r"|application timeout|monitoredbarrier|no route to host",
     re.IGNORECASE,
 )
 
@@ -110,12 +112,15 @@ class FailureReporter:
     """Decides for one rank what becomes of an exception; see the module's text. One per launcher.
 
     Args:
-        describe: this rank's place for messages, such as ``rank 3 (data 0, pipeline 1, tensor 1)``.
+        describe: the place of a rank (``None``: of this one) for messages: ``rank 3 (data 0, pipeline 1, tensor 1)``.
+            An exception that all ranks raise together tells by its attribute ``failing_rank`` whose fault it is.
         where: the stage that the run is in, such as ``set-up``, ``training step 12``, ``checkpoint save``.
     """
 
-    def __init__(self, describe: Callable[[], str] | None = None, where: Callable[[], str] | None = None) -> None:
-        self.describe = describe or (lambda: f"rank {self.rank}")
+    def __init__(
+        self, describe: Callable[[int | None], str] | None = None, where: Callable[[], str] | None = None
+    ) -> None:
+        self.describe = describe or (lambda rank: f"rank {self.rank if rank is None else rank}")
         self.where = where or (lambda: "the run")
         self.arm(None, 0, "guest")
 
@@ -162,9 +167,8 @@ class FailureReporter:
             return exception
         self.stop()
         lost = lost_peer(exception)
-        report = report_of(
-            exception, self.rank, _call(self.describe, f"rank {self.rank}"), where or self._stage(), lost
-        )
+        place = _call(lambda: self.describe(getattr(exception, "failing_rank", None)), f"rank {self.rank}")
+        report = report_of(exception, self.rank, place, where or self._stage(), lost)
         if self.role == "child":
             assert self.ranks is not None
             self.slot.claim(report)
@@ -194,6 +198,8 @@ class FailureReporter:
             elif killed or left:
                 rank, code = (killed or left)[0]
                 told = RankFailedError(f"rank {rank} {how_it_ended(code)} during {mine.where}; no exception was raised")
+            elif first is not None:  # everybody speaks of a lost connection: the first one may know why
+                told = RankFailedError(first.text(), first)
             else:
                 told = _noted(exception, mine)
         else:

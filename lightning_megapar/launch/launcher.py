@@ -19,6 +19,7 @@ more about itself by two optional methods: ``rank_description() -> str`` (``rank
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import uuid
@@ -42,7 +43,8 @@ from lightning_megapar.launch.ranks import ForkedRanks, current_ranks
 DISMISS_WITHIN = 10.0
 """Seconds that ranks which a new launch does not need have to reach that launch themselves."""
 
-_STAGE_OF_HOOK = {"on_save_checkpoint": "checkpoint save", "on_load_checkpoint": "checkpoint load"}
+_CHECKPOINT_HOOKS = {"on_save_checkpoint": "checkpoint save", "on_load_checkpoint": "checkpoint load"}
+_STEP_HOOK = re.compile(r"on_\w+_batch_end|on_(before|after)_\w+|optimizer_\w+|lr_scheduler_step|\w+_gradient_clipping")
 
 
 def make_launcher(strategy: Any) -> _Launcher:
@@ -116,19 +118,17 @@ class _MegaParLauncher(_Launcher):
         check_world(self.environment, self.strategy.num_processes, self.strategy.num_nodes)
         self.environment.validate_settings(num_devices=self.strategy.num_processes, num_nodes=self.strategy.num_nodes)
 
-    def _rank_description(self) -> str:
+    def _rank_description(self, rank: int | None = None) -> str:
         describe = getattr(self.strategy, "rank_description", None)
-        if describe is not None:
+        if rank is None and describe is not None:
             return str(describe())
-        rank, layout = self.strategy.global_rank, getattr(self.strategy, "layout", None)
+        rank = self.strategy.global_rank if rank is None else rank
+        layout = getattr(self.strategy, "layout", None)
         return place_of(rank, layout) if isinstance(layout, Layout) else f"rank {rank}"
 
     def _stage(self) -> str:
-        hook = getattr(getattr(self.trainer, "lightning_module", None), "_current_fx_name", None)
-        if hook in _STAGE_OF_HOOK:
-            return _STAGE_OF_HOOK[hook]
-        stage = getattr(self.strategy, "current_stage", None)
-        return (stage() if stage is not None else "") or stage_of(self.trainer)
+        tell = getattr(self.strategy, "current_stage", None)
+        return stage_in_hook(self.trainer, (tell() if tell is not None else "") or stage_of(self.trainer))
 
     def _arm_external(self) -> None:
         self.failures.arm(
@@ -336,3 +336,28 @@ def stage_of(trainer: Any) -> str:
     name = str(getattr(trainer.state.stage, "value", "") or "")
     names = {"validate": "validation", "test": "the test", "predict": "prediction"}
     return names.get(name, "the run") if started else "set-up"
+
+
+def stage_in_hook(trainer: Any, stage: str) -> str:
+    """A stage made exact by the hook that a trainer is in: ``training step 12 (on_before_optimizer_step)``.
+
+    Args:
+        trainer: may be ``None``.
+        stage: what its strategy last began: ``set-up``, ``training step 12``, ``checkpoint save``.
+    """
+    hook = getattr(getattr(trainer, "lightning_module", None), "_current_fx_name", None)
+    if stage in _CHECKPOINT_HOOKS.values():
+        return stage
+    if hook in _CHECKPOINT_HOOKS:
+        return _CHECKPOINT_HOOKS[hook]
+    if trainer is not None and trainer.training and stage != "set-up" and not stage.startswith("training"):
+        stage = f"training step {trainer.global_step}"  # the validation is over
+    elif trainer is not None and trainer.sanity_checking:
+        stage = stage.replace("validation", "sanity check")
+    if hook is None or hook.endswith(("training_step", "validation_step", "test_step", "predict_step")):
+        return stage
+    if hook == "on_train_batch_start":
+        return f"training step {trainer.global_step} ({hook})"
+    if stage == "set-up" or _STEP_HOOK.fullmatch(hook):
+        return f"{stage} ({hook})"
+    return str(hook)

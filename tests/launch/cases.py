@@ -64,8 +64,12 @@ def trainer(devices, **settings):
 
 SERVER = r"""
 import json, os, signal, sys, time
+import importlib
 import torch, lightning.pytorch, lightning_megapar
 import torch.distributed as dist
+
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 
 def redirect(out):
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -233,9 +237,17 @@ class Running:
 
 @dataclass
 class CaseServer:
-    """See the module's text."""
+    """See the module's text.
+
+    Args:
+        root: a folder for each case is made in it.
+        preamble: stands before each case's code.
+        preload: modules that the server imports for its cases.
+    """
 
     root: Path
+    preamble: str = PREAMBLE
+    preload: tuple[str, ...] = ()
     count: int = 0
     process: Any = field(default=None, repr=False)
 
@@ -243,7 +255,7 @@ class CaseServer:
         path = self.root / "server.py"
         path.write_text(SERVER)
         self.process = subprocess.Popen(
-            [sys.executable, str(path)],
+            [sys.executable, str(path), *self.preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -266,7 +278,7 @@ class CaseServer:
         directory = self.root / f"case-{self.count}"
         directory.mkdir()
         path = directory / "case.py"
-        path.write_text(PREAMBLE + code)
+        path.write_text(self.preamble + code)
         case = {
             "path": str(path),
             "argv": [str(a) for a in argv],

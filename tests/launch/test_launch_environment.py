@@ -221,6 +221,12 @@ def test_what_counts_as_a_lost_peer() -> None:
     assert lost_peer(gloo) and lost_peer(ConnectionResetError()) and lost_peer(dist.DistNetworkError("x"))
     assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not lost_peer(ValueError("the gloo is half empty"))
+    assert lost_peer(RuntimeError("Timeout waiting for key: default_pg/0//1 after 1000 ms"))
+    assert lost_peer(
+        RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 10ms for recv operation")
+    )
+    # A user's own words.
+    assert not lost_peer(RuntimeError("socket timed out while downloading shard 3 from a peer"))
     try:
         try:
             raise gloo
@@ -238,7 +244,7 @@ def test_leaving_is_no_failure() -> None:
 
 
 def test_a_guest_gets_its_own_exception_with_a_note(tmp_path: Path) -> None:
-    reporter = FailureReporter(lambda: "rank 2 (data 1, pipeline 0, tensor 0)", lambda: "training step 7")
+    reporter = FailureReporter(lambda rank: "rank 2 (data 1, pipeline 0, tensor 0)", lambda: "training step 7")
     reporter.arm(FileSlot(tmp_path), 2, "guest")
     error = ValueError("mine")
     assert reporter.report(error) is error and reporter.failed
