@@ -45,8 +45,15 @@ class RandomStreams:
 
     def begin_microbatch(self, step: int, microbatch: int) -> None:
         """Seed for everything before the stack."""
-        self._place = f"{self.seed}:{step}:{self.data_rank}:{microbatch}"
+        self._place = self._place_of(step, microbatch)
         torch.manual_seed(zlib.crc32(self._place.encode()))
+
+    def begin_backward(self, step: int, microbatch: int) -> None:
+        """Blocks that are recomputed in this microbatch's backward draw what they drew in its forward."""
+        self._place = self._place_of(step, microbatch)
+
+    def _place_of(self, step: int, microbatch: int) -> str:
+        return f"{self.seed}:{step}:{self.data_rank}:{microbatch}"
 
     def _before(self, index: int) -> Any:
         def seed(block: nn.Module, args: tuple[Any, ...]) -> None:

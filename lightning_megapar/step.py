@@ -154,8 +154,8 @@ class Stepper:
         if not self._verified:
             # Poison of a stand-in shows as NaN; ask once, on the first step, so that later steps do not synchronise.
             tensors = boundary_tensors(value)
-            clean = received is None or not contains_nan(boundary_tensors(received))
-            if clean and self.cut is not None and self.cut.outside_names and contains_nan(tensors):
+            clean = received is not None and not contains_nan(boundary_tensors(received))
+            if clean and self.cut is not None and contains_nan(tensors):
                 raise StageError(self.cut.explain_poison())
         return finished, value
 
@@ -242,7 +242,12 @@ class Stepper:
         if self.zero is not None:
             self.zero.hold()
         release = self.zero.release if self.zero is not None and is_last_of_window else None
-        self.runtime.run(self._schedule(self.schedule_name, len(pieces)), forward, backward, release)
+
+        def before_backward(microbatch: int) -> None:
+            if self.streams is not None:
+                self.streams.begin_backward(self.steps, microbatch)
+
+        self.runtime.run(self._schedule(self.schedule_name, len(pieces)), forward, backward, release, before_backward)
         if len(set(by_tokens)) > 1:
             raise StepContractError("training_step returned num_valid_tokens for some microbatches only")
         self._verified = True

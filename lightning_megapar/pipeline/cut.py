@@ -3,10 +3,11 @@
 The largest stack of blocks in the module (or the one that the user names) is cut. Each stage runs the *whole* user
 step, once per microbatch, with these changes:
 
-* blocks of other stages hand their input through (:class:`~.stand_ins.SkippedBlock`);
-* the hidden-state argument of the first local block is replaced by the tensor received from the stage before;
-* after the last local block, a private ``BaseException`` carrying its output unwinds the step, except on the last
-  stage, which runs on to the loss;
+* the block before the first local one is a stand-in that returns what that very block returned on the stage before,
+  so that whatever the step does between two blocks is done to it; blocks before that return poison (NaN), which shows
+  when something else than the block's successor needs their results;
+* the stand-in after the last local block raises a private ``BaseException`` that carries the local block's output and
+  unwinds the step; the last stage runs on to the loss;
 * modules with parameters that are registered before the stack live on the first stage only, those registered after it
   on the last one; elsewhere they are stand-ins. Modules without parameters stay everywhere.
 
@@ -19,17 +20,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megapar.config import ConfigError, nearest_name
 from lightning_megapar.pipeline.partition import given_split, split_blocks
-from lightning_megapar.pipeline.stand_ins import Absent, ShapeOnly, SkippedBlock, StageError, first_tensor
+from lightning_megapar.pipeline.stand_ins import Absent, ShapeOnly, SkippedBlock, StageError, poison
 
 PLACES = ("first", "last", "all")
+_NOTHING = object()
 
 
 class StageExit(BaseException):
@@ -75,15 +78,18 @@ def _count(module: nn.Module) -> int:
 
 
 def find_stack(module: nn.Module, name: str | None = None) -> tuple[str, nn.Module]:
-    """The stack to cut: the named one, else the ``ModuleList``/``Sequential`` with the most parameters.
+    """The stack to cut: the named one (a ``ModuleDict`` as well), else the ``ModuleList``/``Sequential`` with the most
+    parameters.
 
     Raises:
         ConfigError: when there is none, or the name is not one (the candidates are listed).
     """
+    # A ModuleDict is rarely a stack (more often it names a model's parts): only when the user says so.
+    kinds = (nn.ModuleList, nn.Sequential) if name is None else (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     candidates = {
         path: child
         for path, child in module.named_modules()
-        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) >= 2 and _count(child) > 0
+        if isinstance(child, kinds) and len(child) >= 2 and _count(child) > 0
     }
     if name is not None:
         if name not in candidates:
@@ -94,7 +100,7 @@ def find_stack(module: nn.Module, name: str | None = None) -> tuple[str, nn.Modu
     if not candidates:
         raise ConfigError(
             "pipeline_parallel_size > 1 needs a stack of blocks (an nn.ModuleList or nn.Sequential of at least two "
-            f"modules with parameters); {type(module).__name__} has none"
+            f"modules with parameters, or an nn.ModuleDict named by pipeline_stack); {type(module).__name__} has none"
         )
     # Of nested stacks with the same parameters the inner one is the stack of blocks: named_modules lists it later.
     best = max(candidates, key=lambda path: (_count(candidates[path]), len(path)))
@@ -122,6 +128,12 @@ def plan_stages(
         ConfigError: fewer blocks than stages, a split that does not add up, unknown names or places.
     """
     path, blocks = find_stack(module, stack)
+    for name, block in blocks.named_children():
+        if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+            raise ConfigError(
+                f"pipeline_stack={path!r} cannot be cut: its block {name!r} is an nn.{type(block).__name__}, which is "
+                "not called as a whole; make the block a module with a forward, or name another stack"
+            )
     parts = path.split(".") if path else []
     outside: dict[str, str] = {}
     for depth in range(len(parts)):
@@ -171,7 +183,8 @@ class StageCut:
         self.is_last = stage == len(plan.ranges) - 1
         self.start, self.stop = plan.ranges[stage]
         self._received: Any = None
-        self._hidden: Tensor | None = None
+        self._left: Any = _NOTHING
+        self._versions: list[int] = []
         self._entered = 0
         self._active = False
         self.outside_names: list[str] = []
@@ -184,7 +197,7 @@ class StageCut:
         for name, block in list(blocks.named_children()):
             index = list(blocks._modules).index(name)
             if not self.start <= index < self.stop:
-                setattr_module(blocks, name, SkippedBlock(block, self.like_boundary))
+                setattr_module(blocks, name, SkippedBlock(block, partial(self._stand_in, index)))
         for full, place in self.plan.outside.items():
             owner_path, _, child_name = full.rpartition(".")
             owner = module.get_submodule(owner_path)
@@ -199,58 +212,68 @@ class StageCut:
         """Attach injection and exit. Call it after anything else (FSDP2) has put hooks on the blocks."""
         for handle in self._handles:
             handle.remove()
-        blocks = list(self._stack.children())
+        blocks = list(self._stack.children())[self.start : self.stop]
         self._handles = []
         if not self.is_first:
-            self._handles.append(blocks[self.start].register_forward_pre_hook(self._inject, with_kwargs=True))
+            self._handles += [block.register_forward_pre_hook(self._expect_input) for block in blocks]
         if not self.is_last:
-            self._handles.append(blocks[self.stop - 1].register_forward_hook(self._leave))
+            self._handles.append(blocks[-1].register_forward_hook(self._keep_output))
 
-    def _inject(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _stand_in(self, index: int) -> Any:
+        """What block ``index`` of another stage returns to the step."""
         if not self._active:
-            return None
+            raise StageError(
+                f"block {index} of the pipelined stack {self.plan.stack!r} is on another stage: under "
+                "pipeline_parallel_size > 1 the stack runs only inside training_step, validation_step, test_step and "
+                "predict_step (and a checkpointed region must not span several blocks)"
+            )
+        if index >= self.stop:
+            if self._left is _NOTHING:
+                raise StageError(self._out_of_order(self.stop - 1))
+            if _versions(self._left) != self._versions:
+                raise StageError(
+                    f"the output of block {self.stop - 1} of the pipelined stack {self.plan.stack!r} was modified in "
+                    "place before the next block was called; use an out-of-place operation there"
+                )
+            raise StageExit(self._left)
+        if index < self.start - 1:
+            return tree_map(lambda x: poison(x, x.device) if isinstance(x, Tensor) else x, self._received)
         self._entered += 1
         if self._entered > 1:
             raise StageError(
                 f"the pipelined stack {self.plan.stack!r} was called {self._entered} times in one step; under "
                 "pipeline_parallel_size > 1 a step may call it once (use pipeline_parallel_size=1 for this module)"
             )
-        where, _ = first_tensor(args, kwargs)
-        assert self._hidden is not None
-        if isinstance(where, int):
-            args = (*args[:where], self._hidden, *args[where + 1 :])
-        else:
-            kwargs = {**kwargs, where: self._hidden}
-        return args, kwargs
+        # In-place operations on a leaf are errors; they are fine on what a block returned.
+        return tree_map(lambda x: _Entrance.apply(x) if isinstance(x, Tensor) else x, self._received)
 
-    def _leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _out_of_order(self, missing: int) -> str:
+        return (
+            f"block {missing} of the pipelined stack {self.plan.stack!r} was not called before its successors; under "
+            "pipeline_parallel_size > 1 a step must call every block, in order (no layer drop, no early exit)"
+        )
+
+    def _expect_input(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._active and self._entered == 0:
+            raise StageError(self._out_of_order(self.start - 1))
+
+    def _keep_output(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._active:
-            raise StageExit(output)
-
-    def like_boundary(self, hidden: Tensor) -> Any:
-        """What a skipped block returns: ``hidden`` in the structure that blocks return (tensor, tuple, list, dict)."""
-        if self._received is None or isinstance(self._received, Tensor):
-            return hidden
-        leaves, spec = tree_flatten(self._received)
-        leaves = list(leaves)
-        leaves[_hidden_position(leaves)] = hidden
-        return tree_unflatten(leaves, spec)
+            self._left, self._versions = output, _versions(output)
 
     @contextmanager
     def microbatch(self, received: Any) -> Iterator[None]:
         """While active, the step's stack is this stage's share. ``received`` is the previous stage's boundary."""
         self._received = received
-        self._hidden = None
-        if received is not None:
-            leaves = tree_flatten(received)[0]
-            self._hidden = leaves[_hidden_position(leaves)]
+        self._left = _NOTHING
         self._entered = 0
         self._active = True
         try:
             yield
         finally:
             self._active = False
-            self._received = self._hidden = None
+            self._received = None
+            self._left = _NOTHING
 
     def call(self, step: Callable[[], Any], received: Any) -> tuple[bool, Any]:
         """Run the user's step for one microbatch.
@@ -278,9 +301,11 @@ class StageCut:
         """For the error raised when a NaN of a stand-in reached the loss or a boundary."""
         names = ", ".join(repr(n) for n in self.outside_names) or "none"
         return (
-            "a value that only the first stage computes reached the result on a later stage (not-a-number). "
+            "a value that only an earlier stage computes reached the result on a later stage (not-a-number). "
             f"Modules kept on the first stage only: {names}. If one of them also feeds something other than the "
-            "stack's hidden state, keep it everywhere: pipeline_keep={'<name>': 'all'}"
+            "stack's hidden state, keep it everywhere: pipeline_keep={'<name>': 'all'}. If the step gathers something "
+            "from every block (a residual added outside the block, auxiliary losses, a list of hidden states), do it "
+            "inside the block and return it along with the hidden state"
         )
 
 
@@ -290,11 +315,21 @@ def setattr_module(owner: nn.Module, name: str, child: nn.Module) -> None:
     owner._modules[name] = child
 
 
-def _hidden_position(leaves: list[Any]) -> int:
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            return position
-    raise StageError("a block of the pipelined stack returned no floating-point tensor")
+def _versions(nest: Any) -> list[int]:
+    """Counters of in-place modifications of a nest's tensors."""
+    return [leaf._version for leaf in tree_leaves(nest) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+
+class _Entrance(torch.autograd.Function):
+    """The same values as something that is not a leaf (and no view of one)."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 def contains_nan(tensors: list[Tensor]) -> bool:

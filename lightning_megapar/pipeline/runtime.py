@@ -53,6 +53,7 @@ class PipelineRuntime:
         forward: ForwardStep,
         backward: BackwardStep | None = None,
         before_last_backward: Callable[[], None] | None = None,
+        before_backward: Callable[[int], None] | None = None,
     ) -> None:
         """Run one step.
 
@@ -62,6 +63,7 @@ class PipelineRuntime:
                 result on the last stage, else the boundary to send.
             backward: on the last stage, ``(microbatch, result) -> None`` runs the backward of that microbatch's loss.
             before_last_backward: called once before the step's last backward (gradient reduction starts with it).
+            before_backward: called with the microbatch before each of its backwards.
         """
         inputs: dict[int, list[Tensor]] = {}
         outputs: dict[int, list[Tensor]] = {}
@@ -87,6 +89,8 @@ class PipelineRuntime:
                 continue
             if index == last_backward and before_last_backward is not None:
                 before_last_backward()
+            if before_backward is not None:
+                before_backward(microbatch)
             if self.backward_in is None:
                 assert backward is not None
                 backward(microbatch, results.pop(microbatch))

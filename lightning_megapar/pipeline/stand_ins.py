@@ -22,20 +22,20 @@ def _copy_plain_attributes(source: nn.Module, target: nn.Module) -> None:
 
 
 class SkippedBlock(nn.Module):
-    """A block of another stage: hands its hidden state through unchanged.
+    """A block of another stage.
 
     Args:
         original: the block that it stands for.
-        as_output: puts a hidden state into the structure that the blocks return.
+        answer: what a call of it returns; may raise.
     """
 
-    def __init__(self, original: nn.Module, as_output: Callable[[Tensor], Any]) -> None:
+    def __init__(self, original: nn.Module, answer: Callable[[], Any]) -> None:
         super().__init__()
         _copy_plain_attributes(original, self)
-        self._as_output = as_output
+        self._answer = answer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._as_output(first_tensor(args, kwargs)[1])
+        return self._answer()
 
 
 class ShapeOnly(nn.Module):
@@ -75,7 +75,7 @@ class ShapeOnly(nn.Module):
                 f"module {self._name!r} runs before the pipelined stack and could not be evaluated without data "
                 f"({type(error).__name__}: {error}). Keep it on every stage: pipeline_keep={{{self._name!r}: 'all'}}"
             ) from error
-        return tree_map(lambda leaf: _poison(leaf, device) if isinstance(leaf, Tensor) else leaf, shapes)
+        return tree_map(lambda leaf: poison(leaf, device) if isinstance(leaf, Tensor) else leaf, shapes)
 
 
 class Absent(nn.Module):
@@ -93,26 +93,7 @@ class Absent(nn.Module):
         )
 
 
-def _poison(leaf: Tensor, device: torch.device) -> Tensor:
+def poison(leaf: Tensor, device: torch.device) -> Tensor:
+    """NaN (0 for integers) in the shape and dtype of a tensor, without storage of that size."""
     fill = float("nan") if leaf.dtype.is_floating_point or leaf.dtype.is_complex else 0
     return torch.full((), fill, dtype=leaf.dtype, device=device).expand(leaf.shape)
-
-
-def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
-    """Where a block's hidden state stands among its arguments, and its value.
-
-    The first positional tensor, else a keyword argument with a customary name, else the first tensor keyword.
-
-    Raises:
-        StageError: when no argument is a tensor.
-    """
-    for position, value in enumerate(args):
-        if isinstance(value, Tensor):
-            return position, value
-    for name in ("hidden_states", "hidden", "x", "inputs", "input"):
-        if isinstance(kwargs.get(name), Tensor):
-            return name, kwargs[name]
-    for name, value in kwargs.items():
-        if isinstance(value, Tensor):
-            return name, value
-    raise StageError(f"a block of the pipelined stack was called without a tensor (keyword arguments: {list(kwargs)})")

@@ -1,0 +1,234 @@
+"""Stacks of blocks whose steps do things between, around and beside the blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hostile
+import pytest
+import torch
+from hostile import Net
+from pool import RankError, RankPool
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+def linears(*after: nn.Module) -> nn.ModuleList:
+    return nn.ModuleList([nn.Sequential(nn.Linear(16, 16), *after) if after else nn.Linear(16, 16) for _ in range(4)])
+
+
+class Between(Net):
+    """The nonlinearity stands in the loop, not in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = linears()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inp(x)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        return self.head(hidden)
+
+
+class Residual(Between):
+    """The residual is added in the loop: a value of the stage before that no block returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inp(x)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        return self.head(hidden)
+
+
+class InPlaceBetween(Between):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inp(x)
+        for block in self.blocks:
+            hidden = block(hidden).tanh_()
+        return self.head(hidden)
+
+
+class InPlaceFirst(Net):
+    """Each block starts with an operation in place on its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.ReLU(inplace=True), nn.Linear(16, 16)) for _ in range(4)])
+
+
+class TwoStreamBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        update = torch.tanh(self.linear(hidden + 0.1 * residual))
+        return update, residual + update
+
+
+class TwoStreams(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([TwoStreamBlock() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inp(x)
+        residual = torch.zeros_like(hidden)
+        for block in self.blocks:
+            hidden, residual = block(hidden, residual)
+        return self.head(hidden + residual)
+
+
+class StateBlock(TwoStreamBlock):
+    def forward(self, *, state: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"hidden": state["hidden"] + torch.tanh(self.linear(state["hidden"])), "count": state["count"] + 1}
+
+
+class StateDicts(Net):
+    """The hidden state is a dict, passed by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([StateBlock() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"hidden": self.inp(x), "count": torch.zeros(len(x), dtype=torch.int64)}
+        for block in self.blocks:
+            state = block(state=state)
+        assert state["count"].tolist() == [4] * len(x)
+        return self.head(state["hidden"])
+
+
+class AuxiliaryBlock(TwoStreamBlock):
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        hidden = hidden + torch.tanh(self.linear(hidden))
+        return hidden, hidden.pow(2).mean(-1)
+
+
+class Auxiliary(Net):
+    """Adds up a loss of every block, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([AuxiliaryBlock() for _ in range(4)])
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.inp(batch[0])
+        extra: Any = 0
+        for block in self.blocks:
+            hidden, one = block(hidden)
+            extra = extra + one
+        return nn.functional.cross_entropy(self.head(hidden), batch[1]) + 0.1 * extra.mean()
+
+
+class Recomputed(Net):
+    """Activation checkpointing around each block, dropout in it."""
+
+    recompute = True
+    rate = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = linears(nn.Tanh(), nn.Dropout(self.rate))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inp(x)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.recompute else block(hidden)
+        return self.head(hidden)
+
+
+class RecomputedDropout(Recomputed):
+    rate = 0.3
+
+
+class KeptDropout(RecomputedDropout):
+    recompute = False
+
+
+class Hooks(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp.register_forward_hook(lambda m, args, out: out * 2)
+        self.blocks[1].register_forward_hook(lambda m, args, out: out + 1)  # type: ignore[index,operator]
+        self.blocks[2].register_forward_pre_hook(lambda m, args: (args[0] * 1.5,))  # type: ignore[index,operator]
+
+
+class Named(Between):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({f"layer{i}": nn.Linear(16, 16) for i in range(4)})  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inp(x)
+        for block in self.blocks.values():
+            hidden = torch.tanh(block(hidden))
+        return self.head(hidden)
+
+
+class Pairs(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([linears()[:2] for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inp(x)
+        for one, two in self.blocks:
+            hidden = two(torch.tanh(one(hidden)))
+        return self.head(hidden)
+
+
+class LayerDrop(Between):
+    """Now and then leaves out a block: here, the one before the cut."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inp(x)
+        for index, block in enumerate(self.blocks):
+            if index != 1:
+                hidden = block(hidden)
+        return self.head(hidden)
+
+
+class CalledOutside(Net):
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            self(torch.ones(1, 8).double())
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp4"])
+@pytest.mark.parametrize(
+    "module", [Between, InPlaceFirst, TwoStreams, StateDicts, Recomputed, Hooks], ids=lambda m: m.__name__
+)
+def test_like_plain_lightning(pool: RankPool, module: type[Net], layout: str) -> None:
+    expected = hostile.fit(hostile.PLAIN, module)
+    hostile.agree(pool.run(hostile.fit, hostile.LAYOUTS[layout][0], layout, module, mode="trainer"), expected)
+
+
+def test_named_blocks_when_they_are_named(pool: RankPool) -> None:
+    expected = hostile.fit(hostile.PLAIN, Named)
+    options = {"pipeline_stack": "blocks"}
+    hostile.agree(pool.run(hostile.fit, 2, "pp2", Named, options=options, mode="trainer"), expected)
+
+
+def test_recomputed_blocks_draw_the_same_dropout(pool: RankPool) -> None:
+    kept = pool.run(hostile.fit, 2, "pp2", KeptDropout, mode="trainer")[0]
+    recomputed = pool.run(hostile.fit, 2, "pp2", RecomputedDropout, mode="trainer")[0]
+    assert hostile.differences(recomputed, kept, tolerance=1e-12) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Residual, "a residual added outside the block"),
+        (Auxiliary, "auxiliary losses"),
+        (InPlaceBetween, "was modified in place before the next block was called"),
+        (LayerDrop, "block 1 of the pipelined stack 'blocks' was not called"),
+        (CalledOutside, "the stack runs only inside training_step"),
+        (Pairs, "its block '0' is an nn.ModuleList, which is not called as a whole"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_refused(pool: RankPool, module: type[Net], message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        pool.run(hostile.fit, 2, "pp2", module, mode="trainer", timeout=60)
