@@ -260,5 +260,6 @@ def replay(
             logged._forward_cache = torch.tensor(value, dtype=dtype, device=device)
         else:
             logged = torch.tensor(value, dtype=dtype, device=device)
-        results.log(entry.fx, entry.name, logged, batch_size=max(1, round(weight)), **entry.options)
+        # Reduced already; without the word Lightning would advise sync_dist=True (its sync function defaults to none).
+        results.log(entry.fx, entry.name, logged, batch_size=max(1, round(weight)), sync_dist=True, **entry.options)
         connector._current_fx = entry.fx
