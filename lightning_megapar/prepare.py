@@ -86,7 +86,7 @@ def prepare_module(
     if plan is not None:
         cut = StageCut(module, plan, mesh.coordinate("pipeline"))
     shard_module(module, mesh.submesh("tensor"), config.sequence_parallel and mesh.size("tensor") > 1)
-    initialise_by_name(module, seed, device=device)
+    initialise_by_name(module, seed, device=device, aliases=names.tied)
     module.to(device)
     convert(module)
     _refuse_meta(module)
