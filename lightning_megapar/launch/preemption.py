@@ -12,6 +12,7 @@ during set-up is then remembered) and again at ``barrier("run-stage")`` or in ``
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -26,6 +27,9 @@ EXIT_CODE = 143
 REPEAT_AFTER = 2.0
 """Seconds after the first SIGTERM from which another one means "now". A scheduler that signals the whole process
 group and an agent that forwards the signal to each rank send the first warning twice within milliseconds."""
+CLOSING = 30.0
+"""Seconds for which a rank that has saved and is leaving heeds no SIGTERM: an agent that sees the first rank go sends
+it to all others, which are still closing their files."""
 
 _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
@@ -92,6 +96,12 @@ class PreemptionFlag:
         if not self.is_set:
             self.is_set, self.signum, self._first = True, int(signum), time.monotonic()
 
+    def leave(self) -> None:
+        """All has been saved and this process is leaving: let it, so that its exit code is the one it asked for."""
+        self.set()
+        self._first = time.monotonic() + CLOSING - REPEAT_AFTER
+        atexit.register(_ignore_sigterm)  # Python takes its own handlers away before it is quite gone
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if not self._active:
             previous = self._previous.get(signum, signal.SIG_DFL)
@@ -104,6 +114,11 @@ class PreemptionFlag:
             self.set(signum)
         elif signum == signal.SIGTERM and time.monotonic() - self._first >= REPEAT_AFTER:
             _die_of(signum)
+
+
+def _ignore_sigterm() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _die_of(signum: int) -> None:

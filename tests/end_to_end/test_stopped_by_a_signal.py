@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from end_to_end.conftest import PREAMBLE
-from launch.cases import CaseServer, Result, Running, clean_environment
+from launch.cases import CaseServer, Result, Running, clean_environment, patience
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -53,11 +53,14 @@ def check(result: Result, began: float, seconds: float = 5.0) -> Path:
     """All left together after one save; returns the checkpoint."""
     steps = {(result.directory / f"left-{rank}").read_text() for rank in range(4)}
     assert len(steps) == 1, f"ranks left at {steps}"
-    assert "Traceback" not in result.err.partition("torch/distributed/run.py")[0], result.err
+    of_ranks = result.err.partition('Traceback (most recent call last):\n  File "<frozen runpy>"')[
+        0
+    ]  # then torchrun's own
+    assert "Traceback" not in of_ranks, result.err
     [saved] = result.directory.rglob("preempted-*.ckpt")
     assert f"stopped by a signal at step {steps.pop()}; saved {saved}" in result.err
     assert result.err.count("stopped by a signal") == 1
-    assert result.ended - began < seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
+    assert result.ended - began < patience(seconds)
     result.assert_nobody_left()
     return saved
 
@@ -79,7 +82,7 @@ def interrupt(product: CaseServer, target: str, hook: str, peers: int) -> Path:
     result = running.wait()
     if peers:
         codes = [line.split()[1] for line in result.read("codes").splitlines()]
-        assert codes[0] == "143" and set(codes) <= {"143", "-15"}, (codes, result.text)
+        assert codes == ["143"] * 4, (codes, result.text)
     else:
         assert result.code == 143, result.text
     return check(result, began)
@@ -124,10 +127,11 @@ def test_under_torchrun(
         running.until(*(f"at-{hook}-{rank}" for rank in range(4)), seconds=120)
         send(running, target)
         began = time.time()
-        code = process.wait(60)
+        code = process.wait(patience(60))
     finally:
         process.kill()
     result = Result(code, time.time(), *((tmp_path / name).read_text() for name in ("stdout", "stderr")), tmp_path)
     assert code != 0
+    assert "exitcode  : -" not in result.err, "every rank left by itself"
     # The agent reaps its ranks within seconds, and says in its own summary how they left.
     resume(product, "single", check(result, began, seconds=8.0), uninterrupted)

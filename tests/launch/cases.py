@@ -187,14 +187,18 @@ class Result:
 
     def assert_in_time(self, seconds: float = 5.0) -> None:
         """The run ended soon after the planted exception (more time where many other processes compete)."""
-        busy = os.getloadavg()[0] / (os.cpu_count() or 1)
-        assert self.seconds_after_raise < seconds * max(1.0, busy / 2), self.text
+        assert self.seconds_after_raise < patience(seconds), self.text
 
     def assert_nobody_left(self) -> None:
         deadline = time.monotonic() + 2.0  # a killed process is a zombie until somebody reaps it
         while any(_runs(pid) for pid in self.pids()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert [pid for pid in self.pids() if _runs(pid)] == []
+
+
+def patience(seconds: float) -> float:
+    """More than ``seconds`` where many other processes compete for the cores."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
 
 
 def _runs(pid: int) -> bool:
@@ -214,7 +218,7 @@ class Running:
 
     def until(self, *names: str, seconds: float = 60.0) -> None:
         """Wait until the case has left these notes."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patience(seconds)
         while not all((self.directory / name).exists() for name in names):
             assert time.monotonic() < deadline, f"no {names} in {seconds} s:\n" + self._streams()
             time.sleep(0.02)
@@ -226,6 +230,7 @@ class Running:
         return "\n".join((self.directory / name).read_text() for name in ("stdout", "stderr"))
 
     def wait(self, seconds: float = 60.0) -> Result:
+        seconds = patience(seconds)
         answer = self.server.ask({"wait": self.pid, "seconds": seconds})
         if answer is None:
             os.killpg(self.pid, signal.SIGKILL)
