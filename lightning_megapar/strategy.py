@@ -494,6 +494,7 @@ class MegaParStrategy(MeshStrategy):
         """All ranks learnt of a SIGTERM in the same packet: save at this step boundary and leave with code 143."""
         if not self._leave_requested:
             return
+        self._preemption.set()  # on ranks that got no signal themselves: from here on they heed none
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
@@ -503,6 +504,7 @@ class MegaParStrategy(MeshStrategy):
             trainer.save_checkpoint(path)
             if self.is_global_zero:
                 print(f"stopped by a signal at step {trainer.global_step}; saved {path}", file=sys.stderr, flush=True)
+        self._preemption.leave()
         raise SystemExit(EXIT_CODE)
 
 
