@@ -57,8 +57,8 @@ def rows(run: Path) -> dict[int, dict[str, str]]:
     ("hook", "rank", "said"),
     [
         ("set_up", 2, "in set-up (setup)"),
-        ("on_train_batch_start", 0, "in training step 0 (on_train_batch_start)"),
-        ("on_validation_epoch_end", 3, "in on_validation_epoch_end"),
+        pytest.param("on_train_batch_start", 0, "in training step 0 (on_train_batch_start)", marks=pytest.mark.slow),
+        pytest.param("on_validation_epoch_end", 3, "in on_validation_epoch_end", marks=pytest.mark.slow),
         ("on_save_checkpoint", 1, "in checkpoint save"),
     ],
 )

@@ -98,7 +98,7 @@ def test_under_our_launcher(
     resume(product, layout, interrupt(product, target, hook, 0), uninterrupted)
 
 
-@pytest.mark.parametrize(("target", "hook"), [("agent", "validation_step"), ("2", "on_save_checkpoint")])
+@pytest.mark.parametrize(("target", "hook"), [("agent", "validation_step")])
 def test_under_an_agent(product: CaseServer, uninterrupted: dict[int, float], target: str, hook: str) -> None:
     resume(product, "tp2", interrupt(product, target, hook, 4), uninterrupted)
 
