@@ -2,65 +2,96 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torchmetrics import Metric
+from torchmetrics.metric import jit_distributed_available
 
 from lightning_megapar.mesh import ParallelMesh
 
 
-class StageMetric(Metric):
-    """What is logged in place of a metric when the pipeline has several stages.
+class StageCompute:
+    """Stands in for a metric's ``compute`` where the pipeline has several stages.
 
-    ``compute`` runs the real metric on the last stage (synchronised over the data ranks by torchmetrics) and sends the
-    value to the other stages. It is collective over the pipeline, as is every epoch end in Lightning.
+    Outside the steps (epoch ends, the user's hooks) it is collective over the pipeline: the last stage, whose state
+    counts, computes (synchronised over the data ranks by torchmetrics) and sends the value to the others. Inside a
+    step only the last stage gets that far, and computes for itself.
 
     Args:
-        inner: the user's metric; its state counts on the last stage only.
+        inner: the metric's own ``compute``.
         mesh: the ranks.
+        in_step: whether a step is running.
+        busy: shared by a module's metrics; keeps a metric inside another one (a wrapper) from sending as well.
     """
 
-    def __init__(self, inner: Metric, mesh: ParallelMesh) -> None:
-        super().__init__()
-        self._inner = [inner]  # hidden: not a submodule, the user's module owns it
+    def __init__(
+        self, inner: Callable[[], Any], mesh: ParallelMesh, in_step: Callable[[], bool], busy: list[bool]
+    ) -> None:
+        self.inner = inner
         self._mesh = mesh
-        self.compute = self._compute_on_last_stage  # type: ignore[method-assign]
-        self.reset = inner.reset  # type: ignore[method-assign]
+        self._in_step = in_step
+        self._busy = busy
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("a StageMetric is only logged; update the module's own metric")
-
-    def compute(self) -> Any:
-        raise RuntimeError("replaced in __init__")
-
-    def _compute_on_last_stage(self) -> Any:
-        value = self._inner[0].compute() if self._mesh.is_last_stage else None
-        box = [value.cpu() if isinstance(value, torch.Tensor) else value]
-        last = self._mesh.stage_rank(self._mesh.size("pipeline") - 1)
-        dist.broadcast_object_list(box, src=last, group=self._mesh.group("pipeline"))
-        value = box[0]
-        return value.to(self._inner[0].device) if isinstance(value, torch.Tensor) else value
+    def __call__(self) -> Any:
+        if self._in_step() or self._busy[0]:
+            return self.inner()
+        value = None
+        if self._mesh.is_last_stage:
+            self._busy[0] = True
+            try:
+                value = self.inner()
+            finally:
+                self._busy[0] = False
+        return from_last_stage(value, self._mesh)
 
 
-def connect_metrics(module: nn.Module, mesh: ParallelMesh) -> dict[str, Metric]:
-    """Point every metric of a module at the data ranks, and give what this rank should log for each.
+def from_last_stage(value: Any, mesh: ParallelMesh, device: torch.device | None = None) -> Any:
+    """The last stage's ``value`` on every stage, its tensors on ``device`` (CPU where none is given).
+
+    Collective over the pipeline; the value must be picklable.
+    """
+    last = mesh.stage_rank(mesh.size("pipeline") - 1)
+    box = [tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, value)]
+    dist.broadcast_object_list(box, src=last, group=mesh.group("pipeline"))
+    if mesh.is_last_stage:
+        return value
+    return tree_map(lambda x: x.to(device or "cpu") if isinstance(x, Tensor) else x, box[0])
+
+
+def _nobody_to_sync_with() -> bool:
+    return False
+
+
+def connect_metrics(module: nn.Module, mesh: ParallelMesh, in_step: Callable[[], bool]) -> dict[str, Metric]:
+    """Point every metric of a module at the data ranks, and its ``compute`` at the last stage.
+
+    Args:
+        module: the user's module. Calling it again for another mesh is fine.
+        mesh: the ranks.
+        in_step: whether a step of the module is running.
 
     Returns:
-        attribute name -> metric to log.
+        attribute name -> metric, for replaying logged metrics by name.
     """
+    found = {name: m for name, m in module.named_modules() if isinstance(m, Metric)}
     if mesh.layout.world_size == 1:
-        return {name: m for name, m in module.named_modules() if isinstance(m, Metric)}
-    found: dict[str, Metric] = {}
-    for name, metric in module.named_modules():
-        if not isinstance(metric, Metric):
-            continue
-        group = mesh.group("data")
+        return found
+    group = mesh.group("data")
+    busy = [False]
+    for metric in found.values():
         metric.process_group = group
         if group is None:
             # Alone on its data axis; torchmetrics would gather over the whole world.
-            metric.sync_on_compute = False
-        found[name] = StageMetric(metric, mesh) if mesh.size("pipeline") > 1 else metric
+            metric.distributed_available_fn = _nobody_to_sync_with
+        elif metric.distributed_available_fn is _nobody_to_sync_with:
+            metric.distributed_available_fn = jit_distributed_available
+        if mesh.size("pipeline") > 1:
+            compute: Any = metric.compute
+            inner = compute.inner if isinstance(compute, StageCompute) else compute
+            metric.compute = StageCompute(inner, mesh, in_step, busy)  # type: ignore[method-assign]
     return found

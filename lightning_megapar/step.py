@@ -13,6 +13,7 @@ microbatches, data ranks and the whole accumulation window: the loss of one big 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_megapar.batches import batch_size_of, detach, join_outputs, split_batch
+from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.gradients import GradientReducer
 from lightning_megapar.data_parallel.parameters import LogicalParameter, trainable
 from lightning_megapar.data_parallel.zero import ZeroUnits
@@ -31,6 +33,7 @@ from lightning_megapar.pipeline.cut import StageCut, StageError, contains_nan
 from lightning_megapar.pipeline.runtime import PipelineRuntime, boundary_tensors
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule
 from lightning_megapar.random_streams import RandomStreams
+from lightning_megapar.stage_metrics import from_last_stage
 from lightning_megapar.step_log import LogExchange, LogRecorder, StepReport
 
 
@@ -116,7 +119,9 @@ class Stepper:
         self.num_microbatches = num_microbatches
         self.streams = streams
         self.forward_context = forward_context
-        self.parameters = trainable(parameters)
+        self._parameters = list(parameters)
+        self._frozen = self._fixed_switches()
+        self._running = False
         # The same on every stage, whether or not it sees the loss.
         double = any(record.parameter.dtype == torch.float64 for record in parameters)
         self.loss_dtype = torch.float64 if double else torch.float32
@@ -130,6 +135,21 @@ class Stepper:
         self._verified = cut is None
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the user's step is being called right now."""
+        return self._running
+
+    @property
+    def parameters(self) -> list[LogicalParameter]:
+        """What is trainable now; callbacks may freeze and unfreeze between steps."""
+        return trainable(self._parameters)
+
+    def _fixed_switches(self) -> dict[str, bool]:
+        """``requires_grad`` of the parameters that must keep it: FSDP2's, and those that several stages share."""
+        fixed = (p for p in self._parameters if p.data_sharded or len(p.stages) > 1)
+        return {p.name: p.parameter.requires_grad for p in fixed}
+
     def fits(self, mesh: ParallelMesh, owner: object) -> bool:
         """Whether this stepper can go on for a later run, with its groups, connections and schedules."""
         return self.mesh is mesh and self.owner is owner
@@ -137,6 +157,16 @@ class Stepper:
     def begin_run(self) -> None:
         """Forget an accumulation window that an earlier run left open."""
         self._window = _Window()
+
+    def _refuse_switched(self) -> None:
+        now = self._fixed_switches()
+        switched = [name for name, required in self._frozen.items() if now[name] != required]
+        if switched:
+            raise ConfigError(
+                f"requires_grad of {switched[:3]} was changed after set-up (by unfreezing or toggle_optimizer), which "
+                "works neither with zero_stage=1 nor for parameters that several pipeline stages share; use "
+                "zero_stage=0 (and pipeline_parallel_size=1 for shared ones), or freeze in configure_model"
+            )
 
     # -- pieces shared by training and evaluation --------------------------------------------------------------------
 
@@ -149,8 +179,12 @@ class Stepper:
     def _call(self, step: Callable[[], Any], microbatch: int, received: Any) -> tuple[bool, Any]:
         if self.streams is not None:
             self.streams.begin_microbatch(self.steps, microbatch)
-        with self.forward_context():
-            finished, value = (True, step()) if self.cut is None else self.cut.call(step, received)
+        self._running = True
+        try:
+            with self.forward_context():
+                finished, value = (True, step()) if self.cut is None else self.cut.call(step, received)
+        finally:
+            self._running = False
         if not self._verified:
             # Poison of a stand-in shows as NaN; ask once, on the first step, so that later steps do not synchronise.
             tensors = boundary_tensors(value)
@@ -158,6 +192,19 @@ class Stepper:
             if clean and self.cut is not None and contains_nan(tensors):
                 raise StageError(self.cut.explain_poison())
         return finished, value
+
+    def _warn_of_poison(self, recorder: LogRecorder) -> None:
+        if self._verified or self.cut is None or not self.cut.is_last:
+            return
+        names = sorted({e.name for e in recorder.entries.values() if not e.is_metric and contains_nan(e.values)})
+        if names:
+            kept = ", ".join(map(repr, self.cut.outside_names)) or "none"
+            warnings.warn(
+                f"self.log got not-a-number for {names}: a value that only an earlier pipeline stage computes is logged"
+                f" as such. Log values from after the stack, or keep the module that gives them on every stage (on the"
+                f" first one only: {kept}): pipeline_keep={{'<name>': 'all'}}",
+                stacklevel=2,
+            )
 
     def _unit(self, window: _Window, samples: int) -> float:
         """The weight that counts as 1 while microbatch losses are scaled."""
@@ -182,6 +229,7 @@ class Stepper:
         is_last_of_window: bool,
         loss_scale: float = 1.0,
         flag: float = 0.0,
+        share: bool = False,
     ) -> StepResult:
         """Run one training batch.
 
@@ -193,6 +241,7 @@ class Stepper:
             is_last_of_window: whether the optimizer steps after this batch.
             loss_scale: a GradScaler's current scale.
             flag: shown to every rank in the report.
+            share: give the user's output to every stage, not only to the last one.
 
         Raises:
             StepContractError: a loss without gradient, a ``None`` loss, ``num_valid_tokens`` on some microbatches only.
@@ -200,13 +249,15 @@ class Stepper:
         pieces = split_batch(batch, self.num_microbatches)
         samples = sum(count for _, count in pieces)
         window = self._window
+        parameters = self.parameters
         if not window.is_open:
+            self._refuse_switched()
             # Lightning zeroes gradients only after training_step; free them before the forwards need the memory.
             self._window = window = _Window(is_open=True)
-            for record in self.parameters:
+            for record in parameters:
                 record.parameter.grad = None
-        kept = [record.parameter.grad for record in self.parameters]
-        for record in self.parameters:
+        kept = [record.parameter.grad for record in parameters]
+        for record in parameters:
             record.parameter.grad = None
 
         # While the schedule runs, microbatch losses are weighted in units of ``unit``; what is missing to the true
@@ -250,6 +301,7 @@ class Stepper:
         self.runtime.run(self._schedule(self.schedule_name, len(pieces)), forward, backward, release, before_backward)
         if len(set(by_tokens)) > 1:
             raise StepContractError("training_step returned num_valid_tokens for some microbatches only")
+        self._warn_of_poison(recorder)
         self._verified = True
 
         if by_tokens and by_tokens[0]:
@@ -277,20 +329,27 @@ class Stepper:
         window.weight += report.weight
         self.steps += 1
 
-        stash = [record.parameter.grad for record in self.parameters]
-        for record, old in zip(self.parameters, kept):
+        stash = [record.parameter.grad for record in parameters]
+        for record, old in zip(parameters, kept):
             record.parameter.grad = old
 
         def install(incoming: Tensor) -> None:
-            self._install(stash, float(incoming) / scale, unit, report.weight, accumulate, is_last_of_window)
+            self._install(
+                parameters, stash, float(incoming) / scale, unit, report.weight, accumulate, is_last_of_window
+            )
 
         value = torch.tensor(report.loss, dtype=self.loss_dtype, device=self.device)
         proxy = _HandOver.apply(self._anchor, value, install)
-        return StepResult(_with_loss(outputs, proxy), report, samples)
+        output = _joined(outputs, [count for _, count in pieces])
+        if share:
+            output = from_last_stage(output, self.mesh, self.device)
+        output = {**output, "loss": proxy} if isinstance(output, dict) else proxy
+        return StepResult(output, report, samples)
 
     @torch.no_grad()
     def _install(
         self,
+        parameters: Sequence[LogicalParameter],
         stash: list[Tensor | None],
         factor: float,
         unit: float,
@@ -307,7 +366,7 @@ class Stepper:
             per_batch = _exact(unit / window.unit)
         else:
             per_batch = _exact(factor * unit / (weight or unit))
-        for record, gradient in zip(self.parameters, stash):
+        for record, gradient in zip(parameters, stash):
             if gradient is None:
                 continue
             parameter = record.parameter
@@ -324,13 +383,34 @@ class Stepper:
         self.reducer.reduce(final)
         self._window = _Window()
 
+    # -- manual optimization -----------------------------------------------------------------------------------------
+
+    def backward_alone(self, backward: Callable[[], None]) -> None:
+        """Run one backward of a step that optimizes by itself, and average its gradients over the data ranks.
+
+        As under DDP, ``.grad`` is complete when it returns; what it held before is added, not reduced again.
+        """
+        self._refuse_switched()
+        parameters = self.parameters
+        kept = [record.parameter.grad for record in parameters]
+        for record in parameters:
+            record.parameter.grad = None
+        backward()
+        self.reducer.reduce(1.0 / self.mesh.size("data"))
+        for record, old in zip(parameters, kept):
+            fresh = record.parameter.grad
+            if old is not None:
+                record.parameter.grad = old if fresh is None else old.add_(fresh)
+
     # -- evaluation --------------------------------------------------------------------------------------------------
 
-    def evaluate(self, step: Callable[[Any], Any], batch: Any, *, results: Any, flag: float = 0.0) -> StepResult:
+    def evaluate(
+        self, step: Callable[[Any], Any], batch: Any, *, results: Any, flag: float = 0.0, share: bool = False
+    ) -> StepResult:
         """Run one validation, test or predict batch forward only.
 
         Returns:
-            on the last stage the microbatches' outputs joined, ``None`` elsewhere.
+            the microbatches' outputs joined; without ``share`` on the last stage only, ``None`` elsewhere.
         """
         pieces = split_batch(batch, self.num_microbatches)
         recorder = LogRecorder()
@@ -349,11 +429,14 @@ class Stepper:
             return finished, value
 
         self.runtime.run(self._schedule("forward", len(pieces)), forward)
+        self._warn_of_poison(recorder)
         self._verified = True
         if outputs and isinstance(outputs[0], dict) and "num_valid_tokens" in outputs[0]:
             _weigh_by_tokens(recorder, weights)
         report = self.exchange.exchange(recorder, 0.0, 0.0, flag)
         output = join_outputs(outputs, [count for _, count in pieces]) if outputs else None
+        if share and self.cut is not None:
+            output = from_last_stage(output, self.mesh, self.device)
         return StepResult(output, report, batch_size_of(batch) or 1)
 
 
@@ -385,11 +468,9 @@ def _weigh_by_tokens(recorder: LogRecorder, weights: list[Tensor]) -> None:
             entry.weights = list(weights)
 
 
-def _with_loss(outputs: list[Any], loss: Tensor) -> Any:
-    """What Lightning gets from a training step: the user's output with the global loss in it."""
-    if len(outputs) == 1 and isinstance(outputs[0], dict):
-        return {**outputs[0], "loss": loss}
-    if outputs and isinstance(outputs[0], dict) and "num_valid_tokens" in outputs[0]:
-        total = tree_map(lambda *x: sum(x), *[o["num_valid_tokens"] for o in outputs])
-        return {"loss": loss, "num_valid_tokens": total}
-    return {"loss": loss} if outputs and isinstance(outputs[0], dict) else loss
+def _joined(outputs: list[Any], sizes: list[int]) -> Any:
+    """The user's outputs of a training step's microbatches as one; counts of tokens add up."""
+    joined = join_outputs(outputs, sizes) if outputs else None
+    if len(outputs) > 1 and isinstance(joined, dict) and "num_valid_tokens" in joined:
+        joined["num_valid_tokens"] = tree_map(lambda *x: sum(x), *[o["num_valid_tokens"] for o in outputs])
+    return joined

@@ -9,6 +9,7 @@ order and logs the same numbers, so that ModelCheckpoint and EarlyStopping agree
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,12 +70,13 @@ class LogRecorder:
     """Collects the entries of one step on one rank."""
 
     def __init__(self) -> None:
-        self.entries: dict[tuple[str, str], LogEntry] = {}
+        # A name that a step logs twice has two entries: Lightning keeps the last value of a step, the mean of an epoch.
+        self.entries: dict[tuple[str, str, int], LogEntry] = {}
         self._samples = 1.0
-        self._microbatch = 0
+        self._seen: Counter[tuple[str, str]] = Counter()
 
     def begin_microbatch(self, index: int, samples: int) -> None:
-        self._microbatch = index
+        self._seen.clear()
         self._samples = float(samples)
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
@@ -83,11 +85,13 @@ class LogRecorder:
             options.pop(dropped, None)
         batch_size = options.pop("batch_size", None)
         is_metric = isinstance(value, Metric)
-        entry = self.entries.get((fx, name))
+        key = (fx, name, self._seen[fx, name])
+        self._seen[fx, name] += 1
+        entry = self.entries.get(key)
         if entry is None:
             entry = LogEntry(fx, name, options, _reduction_name(options.get("reduce_fx", "mean")), is_metric)
             entry.explicit_weight = batch_size is not None
-            self.entries[(fx, name)] = entry
+            self.entries[key] = entry
         if is_metric:
             entry.metric = value
             cached = getattr(value, "_forward_cache", None)

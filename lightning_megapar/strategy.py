@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -28,11 +27,12 @@ from lightning_megapar.data.sampler import ResumableSampler
 from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm
 from lightning_megapar.launch import shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
+from lightning_megapar.limits import explained_optimizers, refuse_callbacks, refuse_optimizers
 from lightning_megapar.loaders import prepare_loader
 from lightning_megapar.mesh_strategy import MeshStrategy
 from lightning_megapar.prepare import PreparedModule, local_state, prepare_module
 from lightning_megapar.stage_metrics import connect_metrics
-from lightning_megapar.step import Stepper, StepResult
+from lightning_megapar.step import StepContractError, Stepper, StepResult
 from lightning_megapar.step_log import replay
 
 
@@ -98,6 +98,7 @@ class MegaParStrategy(MeshStrategy):
         self._metrics: dict[str, Metric] = {}
         self._leave_requested = False
         self._accumulating = False
+        self._reduced = False  # manual optimization: a backward of this step has averaged its gradients
         self._inject_sampler = True
         self._position = DataPosition()
         self._resumed: DataPosition | None = None
@@ -193,7 +194,7 @@ class MegaParStrategy(MeshStrategy):
             )
         else:
             self._prepared = earlier
-        self._metrics = connect_metrics(module, self.mesh)
+        self._metrics = connect_metrics(module, self.mesh, lambda: self.stepper.is_running)
         fits = self._stepper is not None and self._stepper.fits(self.mesh, self.prepared)
         if self._stepper is None or not fits:
             self._stepper = self._make_stepper()
@@ -203,9 +204,14 @@ class MegaParStrategy(MeshStrategy):
             loop.inference_mode = False
         self.model = module
         if trainer.state.fn == TrainerFn.FITTING:
+            refuse_callbacks(trainer.callbacks, self.prepared)
             self._reset_optimizers_and_schedulers()
-            self.setup_optimizers(trainer)
+            if self.prepared.zero is not None:
+                self.prepared.zero.reshard()  # an earlier validation has gathered them
+            with explained_optimizers(self.prepared):
+                self.setup_optimizers(trainer)
             self._refuse_foreign_optimizers()
+            refuse_optimizers(self.optimizers, self.prepared)
         self.setup_precision_plugin()
 
     def _make_stepper(self) -> Stepper:
@@ -287,6 +293,7 @@ class MegaParStrategy(MeshStrategy):
         assert module is not None
         trainer = module.trainer
         self._where = f"training step {trainer.global_step}"
+        self._reduced = False
         alone = self._is_plain and trainer.accumulate_grad_batches == 1
         if alone or not module.automatic_optimization:
             with self.precision_plugin.train_step_context():
@@ -301,6 +308,7 @@ class MegaParStrategy(MeshStrategy):
             accumulate=trainer.accumulate_grad_batches,
             is_last_of_window=not self._accumulating,
             flag=float(self._preemption.is_set),
+            share=self._is_seen("on_train_batch_end"),
         )
         self._after_step(result)
         self._count_samples(trainer, result.samples)
@@ -314,13 +322,19 @@ class MegaParStrategy(MeshStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predictions of this rank's batch, on every stage (sent from the last one)."""
-        output = self._evaluation_step("predict", *args, **kwargs)
-        if self.layout.pipeline > 1:
-            box = [output]
-            last = self.mesh.stage_rank(self.layout.pipeline - 1)
-            dist.broadcast_object_list(box, src=last, group=self.mesh.group("pipeline"))
-            output = box[0]
-        return output
+        return self._evaluation_step("predict", *args, **kwargs)
+
+    def _is_seen(self, hook: str) -> bool:
+        """Whether somebody's code gets a step's outputs: then every stage needs them, not only the last one."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        owners = (self.lightning_module, *trainer.callbacks) if self.layout.pipeline > 1 else ()
+        return any(
+            not str(getattr(getattr(owner, hook, None), "__module__", "")).startswith(
+                ("lightning.", "lightning_megapar.")
+            )
+            for owner in owners
+        )
 
     def _evaluation_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
@@ -338,6 +352,7 @@ class MegaParStrategy(MeshStrategy):
             args[0],
             results=trainer._results,
             flag=float(self._preemption.is_set),
+            share=kind == "predict" or self._is_seen(f"on_{kind}_batch_end"),
         )
         self._after_step(result)
         return result.output
@@ -361,11 +376,27 @@ class MegaParStrategy(MeshStrategy):
         used = self._position.consumed if epoch == self._position.epoch else 0
         self._position = DataPosition(used + samples * self.data_parallel_size, epoch)
 
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.lightning_module
+        assert module is not None
+        if module.automatic_optimization or self.layout.world_size == 1:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        losses: list[Tensor] = []
+        self.stepper.backward_alone(
+            lambda: losses.append(super(MegaParStrategy, self).backward(closure_loss, optimizer, *args, **kwargs))
+        )
+        self._reduced = True
+        return losses[0]
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
-        if not module.automatic_optimization:
-            self.stepper.reducer.reduce(1.0 / self.data_parallel_size)
+        manual = not module.automatic_optimization and self.layout.world_size > 1
+        if manual and closure is do_nothing_closure and not self._reduced:
+            raise StepContractError(
+                f"{type(module).__name__}.training_step steps an optimizer without self.manual_backward(loss): the "
+                "gradients of loss.backward() are not averaged over the ranks; call self.manual_backward(loss)"
+            )
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
@@ -455,6 +486,8 @@ class MegaParStrategy(MeshStrategy):
         """
         path = Path(self.broadcast(str(checkpoint_path)))
         assert self.lightning_module is not None
+        for optimizer in self.optimizers:
+            optimizer.state.clear()  # what the checkpoint does not hold (it may be of step 0) is not there
         with self.doing("checkpoint load"):
             rest, position = load_training(
                 path,

@@ -1,4 +1,4 @@
-"""Ranks for tests: processes started once per session, each task in a fresh process group.
+"""Ranks for tests: processes forked from one server that has imported everything, a fresh set for each task.
 
 ``pool.run(function, world_size, *args, mode="group"|"trainer")`` calls ``function(*args)`` on ranks ``0..world_size-1``
 and returns their results in rank order. ``function`` must be importable (module level); results must be picklable.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -44,54 +45,50 @@ def _serve(connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    keep = dict(os.environ)
-    while True:
-        task = connection.recv()
-        if task is None:
-            return
-        function, args, kwargs, rank, world, mode, token, port = task
-        os.environ.clear()
-        os.environ.update(keep)
+    task = connection.recv()
+    if task is None:
+        return
+    function, args, kwargs, rank, world, mode, token, port = task
+    try:
+        if mode == "group" and world > 1:
+            store = dist.FileStore(os.path.join(tempfile.gettempdir(), f"megapar-test-{token}"), world)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=30)
+            )
+        elif mode == "trainer":
+            os.environ.update(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(world),
+                LOCAL_WORLD_SIZE=str(world),
+                GROUP_RANK="0",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+                TORCHELASTIC_RUN_ID=token,
+                TORCHELASTIC_RESTART_COUNT="0",
+            )
+        result = ("ok", function(*args, **kwargs))
+    except BaseException:
+        result = ("error", traceback.format_exc())
+    try:
+        connection.send(result)
+    except Exception:
+        result = ("error", traceback.format_exc())
+        connection.send(result)
+    if result[0] == "ok":
+        # Peers may still need this rank's sockets and store. After an error they wait for this rank, and only its end
+        # tells them.
         try:
-            if mode == "group" and world > 1:
-                store = dist.FileStore(os.path.join(tempfile.gettempdir(), f"megapar-test-{token}"), world)
-                dist.init_process_group(
-                    "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=30)
-                )
-            elif mode == "trainer":
-                os.environ.update(
-                    RANK=str(rank),
-                    LOCAL_RANK=str(rank),
-                    WORLD_SIZE=str(world),
-                    LOCAL_WORLD_SIZE=str(world),
-                    GROUP_RANK="0",
-                    MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=str(port),
-                    TORCHELASTIC_RUN_ID=token,
-                    TORCHELASTIC_RESTART_COUNT="0",
-                )
-            result = ("ok", function(*args, **kwargs))
-        except BaseException:
-            result = ("error", traceback.format_exc())
-        finally:
-            if dist.is_initialized():
-                try:
-                    dist.destroy_process_group()
-                except Exception:
-                    traceback.print_exc()
-        try:
-            connection.send(result)
-        except Exception:
-            result = ("error", traceback.format_exc())
-            connection.send(result)
-        if result[0] == "error":
-            # Peers may wait for this rank; only its end tells them. Another one is forked when it is needed.
-            connection.close()
-            os._exit(1)
+            connection.recv()
+        except EOFError:
+            pass
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
 
 
 class RankPool:
-    """A set of persistent rank processes (started on first use)."""
+    """Rank processes, one task each: gloo's threads outlive their groups and spin, so that old ranks grow slow."""
 
     def __init__(self) -> None:
         # Read when torch is imported, which the server does once for all ranks.
@@ -102,7 +99,6 @@ class RankPool:
         self._workers: list[tuple[Any, Connection]] = []
 
     def _ensure(self, count: int) -> None:
-        self._workers = [(process, connection) for process, connection in self._workers if process.is_alive()]
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -146,9 +142,8 @@ class RankPool:
                     errors[rank] = value
                     # A rank that failed alone leaves its peers waiting: give them a moment, then give up on them.
                     deadline = min(deadline, time.monotonic() + 40)
+        self.close()
         if errors:
-            for rank in errors:
-                workers[rank][0].join(5)
             raise RankError(_report(errors))
         return results
 
@@ -165,6 +160,7 @@ class RankPool:
             process.join(5)
             if process.is_alive():
                 process.kill()
+                process.join()
         self._workers = []
 
 

@@ -130,9 +130,7 @@ def piece(x: Tensor, layout: str, rank: int, size: int) -> Tensor:
     return x.chunk(size, dim=-1 if layout == "columns" else -2)[rank]
 
 
-def same(
-    got: Tensor, expected: Tensor, exact: bool, what: str, tolerance: float = 1e-12, floor: float = 1e-6
-) -> None:
+def same(got: Tensor, expected: Tensor, exact: bool, what: str, tolerance: float = 1e-12, floor: float = 1e-6) -> None:
     """Bit equality, or a maximum error relative to the largest expected value (``floor`` at least)."""
     assert got.shape == expected.shape, f"{what}: shape {tuple(got.shape)} for {tuple(expected.shape)}"
     if exact:

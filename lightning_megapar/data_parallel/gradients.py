@@ -2,7 +2,7 @@
 
 Each sum is one collective per dtype and bucket, once per optimizer step (accumulation adds none). Nothing here divides:
 the loss carries the scale. A parameter that has no gradient anywhere keeps ``None``; one that has it on some ranks
-only counts as zero on the others.
+only counts as zero on the others. Parameters may be frozen and unfrozen between steps, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Bucket:
 
 
 class GradientReducer:
-    """Plans the sums once, runs them after each accumulation window.
+    """Plans the sums once, runs them after each accumulation window for what is trainable then.
 
     Args:
         parameters: this rank's logical parameters.
@@ -41,7 +41,7 @@ class GradientReducer:
     """
 
     def __init__(self, parameters: Sequence[LogicalParameter], mesh: ParallelMesh) -> None:
-        self.parameters = trainable(parameters)
+        self.parameters = list(parameters)
         self._rounds: list[list[_Bucket]] = []
         tensor = mesh.group("tensor")
         if tensor is not None:
@@ -60,7 +60,8 @@ class GradientReducer:
         Making a group is collective over all ranks, so every rank must make every group: the sets of stages are first
         gathered from all of them.
         """
-        mine = sorted({p.stages for p in self.parameters if len(p.stages) > 1})
+        shared = [p for p in trainable(self.parameters) if len(p.stages) > 1]
+        mine = sorted({p.stages for p in shared})
         everyone: list[list[tuple[int, ...]]] = [[] for _ in range(mesh.layout.world_size)]
         dist.all_gather_object(everyone, mine)
         buckets: list[_Bucket] = []
@@ -72,19 +73,20 @@ class GradientReducer:
                 if mesh.rank in members:
                     group = made
             if group is not None and stages in mine:
-                buckets += _buckets([p for p in self.parameters if p.stages == stages], group)
+                buckets += _buckets([p for p in shared if p.stages == stages], group)
         return buckets
 
     @torch.no_grad()
     def reduce(self, factor: float = 1.0) -> None:
         """Complete every ``.grad`` and multiply it by ``factor``."""
         for buckets in self._rounds:
-            started = [(bucket, *_start_sum(bucket)) for bucket in buckets]
+            live = [_Bucket(records, b.group) for b in buckets if (records := tuple(trainable(b.records)))]
+            started = [(bucket, *_start_sum(bucket)) for bucket in live]
             for bucket, buffer, work in started:
                 work.wait()
                 _install(bucket, buffer)
         if factor != 1.0:
-            gradients = [g for p in self.parameters if (g := p.local_gradient) is not None]
+            gradients = [g for p in trainable(self.parameters) if (g := p.local_gradient) is not None]
             if gradients:
                 torch._foreach_mul_(gradients, factor)
 

@@ -52,6 +52,11 @@ class ZeroUnits:
         """Before the last backward of an accumulation window: reduce gradients and let go of gathered parameters."""
         self._set(last=True)
 
+    def reshard(self) -> None:
+        """Let go of parameters that a forward without a backward left gathered (the module then shows its shards)."""
+        for unit in self.units:
+            unit.reshard()
+
     def _set(self, last: bool) -> None:
         for unit in self.units:
             unit.set_requires_gradient_sync(last)

@@ -1,0 +1,96 @@
+"""Callbacks and optimizers that cannot work on several ranks: refused in set-up, with what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from lightning_megapar.config import ConfigError
+from lightning_megapar.prepare import PreparedModule
+
+
+def why_split(prepared: PreparedModule) -> str | None:
+    """The setting by which a rank holds only part of the parameters, or ``None`` when it holds them all."""
+    if prepared.cut is not None:
+        return f"pipeline_parallel_size={prepared.layout.pipeline}"
+    if prepared.zero is not None:
+        return "zero_stage=1"
+    if any(isinstance(record.parameter, DTensor) for record in prepared.parameters):
+        return f"tensor_parallel_size={prepared.layout.tensor}"
+    return None
+
+
+def refuse_callbacks(callbacks: Iterable[Any], prepared: PreparedModule) -> None:
+    """Refuse Lightning's callbacks that need whole parameters where a rank has parts, or all ranks when one fails.
+
+    Raises:
+        ConfigError: naming the callback and the setting.
+    """
+    from lightning.pytorch.callbacks import (
+        BaseFinetuning,
+        OnExceptionCheckpoint,
+        StochasticWeightAveraging,
+        WeightAveraging,
+    )
+
+    setting = why_split(prepared)
+    for callback in callbacks if prepared.layout.world_size > 1 else ():
+        if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
+            raise ConfigError(
+                f"{type(callback).__name__} saves when a rank fails, but a checkpoint needs all "
+                f"{prepared.layout.world_size} ranks; use ModelCheckpoint(every_n_train_steps=...) without "
+                "save_on_exception (a stop signal saves on all ranks)"
+            )
+    if setting is None:
+        return
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ConfigError(
+                f"{name} averages copies of the whole module, of which a rank holds only a part under {setting}; "
+                "use data parallelism with zero_stage=0, or remove the callback"
+            )
+        if isinstance(callback, BaseFinetuning) and not setting.startswith("pipeline"):
+            raise ConfigError(
+                f"{name} compares parameters with those in the optimizer, which are sharded under {setting}; give all "
+                "parameters to the optimizer and switch requires_grad in a callback of your own, with zero_stage=0"
+            )
+
+
+def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], prepared: PreparedModule) -> None:
+    """Refuse optimizers that take inner products over all parameters, where a rank has parts of them.
+
+    Raises:
+        ConfigError: naming the optimizer and the setting.
+    """
+    setting = why_split(prepared)
+    for optimizer in optimizers:
+        if setting is not None and isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                f"{type(optimizer).__name__} needs inner products over all parameters, of which a rank holds only a "
+                f"part under {setting}; use another optimizer, or data parallelism with zero_stage=0"
+            )
+
+
+@contextmanager
+def explained_optimizers(prepared: PreparedModule) -> Iterator[None]:
+    """Say what to do when a stage has nothing for an optimizer.
+
+    Raises:
+        ConfigError: in place of torch's ``ValueError`` for an empty parameter list.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if prepared.cut is None or "empty parameter list" not in str(error):
+            raise
+        raise ConfigError(
+            f"configure_optimizers found no parameter for an optimizer on the pipeline stage with blocks "
+            f"{prepared.cut.start} to {prepared.cut.stop - 1}: under pipeline_parallel_size={prepared.layout.pipeline} "
+            "every optimizer needs one on every stage. Give it all parameters (frozen ones have no gradient and are "
+            "left alone), or train this part of the module with pipeline_parallel_size=1"
+        ) from error
