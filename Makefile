@@ -1,5 +1,5 @@
 # make pretrain   train the default model (ARGS="parallel=dp2 seed=1" adds settings)
-# make test       run the test suite (ARGS="tests/pipeline -k gpipe" narrows it)
+# make test       run the test suite (ARGS="tests/pipeline -k gpipe" narrows it; ARGS="-m slow" runs the slow rest)
 #
 # Both make .venv when it is missing. PYTHON=python3.12 chooses the interpreter; PIP_ARGS adds arguments of pip install.
 
@@ -30,7 +30,7 @@ pretrain: $(STAMP)
 
 # One thread per process: the tests start up to eight ranks of their own.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=15 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --durations=15 $(ARGS)
 
 format-check: $(STAMP)
 	$(BIN)/ruff format --check .
