@@ -2,63 +2,182 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_megapar.config import ConfigError
 
+SPLIT_HINT = (
+    "Split a dataset by trainer.strategy.distributed_sampler_kwargs (num_replicas, rank), never by the global rank or "
+    "the world size, and do not seed augmentations by the global rank"
+)
+
+
+@torch.no_grad()
+def fingerprint(batch: Any, device: torch.device) -> Tensor:
+    """A number that tells batches apart: 0-dim float64, from a sample of the elements of the first few tensors."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for index, leaf in enumerate(_some_tensors(batch, 8)):
+        picked = leaf.detach().reshape(-1)
+        picked = picked[:: max(1, picked.numel() // 256)].to(device, torch.float64).nan_to_num(1.0, 2.0, 3.0)
+        total += (picked * torch.arange(1, picked.numel() + 1, device=device)).mean() * (index + 1) + leaf.numel()
+    return total
+
+
+def _some_tensors(node: Any, limit: int) -> list[Tensor]:
+    if isinstance(node, Tensor):
+        usable = node.layout == torch.strided and not node.is_complex() and not node.is_nested and node.numel() > 0
+        return [node] if usable else []
+    found: list[Tensor] = []
+    for child in _children(node) or ():
+        found += _some_tensors(child, limit - len(found))
+        if len(found) >= limit:
+            break
+    return found
+
+
+def refuse_unlike_batches(fingerprints: Sequence[float], data_ranks: Sequence[int]) -> None:
+    """Compare the ranks' fingerprints of their batches.
+
+    Raises:
+        RuntimeError: when ranks of one data rank differ, the same on every rank.
+    """
+    first: dict[int, float] = {}
+    for rank, (value, data_rank) in enumerate(zip(fingerprints, data_ranks)):
+        expected = first.setdefault(data_rank, value)
+        # Not to the last bit: hosts of different make may round an augmentation differently.
+        if abs(value - expected) > 1e-6 * max(1.0, abs(expected)):
+            raise RuntimeError(
+                f"rank {rank} got another batch than rank {data_ranks.index(data_rank)}, which shares its data rank "
+                f"{data_rank}: tensor and pipeline ranks must see the same data. {SPLIT_HINT}"
+            )
+
+
+def _children(node: Any) -> list[Any] | None:
+    """The parts of a container, in order; ``None`` for a leaf (Lightning moves the same containers to a device)."""
+    if isinstance(node, Mapping):
+        return list(node.values())
+    if is_dataclass(node) and not isinstance(node, type):
+        return [getattr(node, field.name) for field in fields(node)]
+    return list(node) if isinstance(node, (list, tuple)) else None
+
+
+def _rebuilt(node: Any, children: list[Any]) -> Any:
+    if isinstance(node, Mapping):
+        made: Any = copy(node)
+        for key, child in zip(node, children):
+            made[key] = child
+        return made
+    if is_dataclass(node) and not isinstance(node, type):
+        made = copy(node)
+        for field, child in zip(fields(node), children):
+            object.__setattr__(made, field.name, child)
+        return made
+    return type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
+
 
 def batch_size_of(batch: Any) -> int | None:
     """Samples in a batch: the first dimension of its first tensor with at least one dimension, else ``None``."""
-    for leaf in tree_flatten(batch)[0]:
-        if isinstance(leaf, Tensor) and leaf.ndim > 0:
-            return int(leaf.shape[0])
-    return None
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.ndim > 0 else None
+    sizes = (batch_size_of(child) for child in _children(batch) or ())
+    return next((size for size in sizes if size is not None), None)
 
 
-def split_batch(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
+def _is_per_sample(node: Any, size: int) -> bool:
+    """Whether a list or tuple has one entry per sample: strings, numbers, dicts of a sample's things."""
+    if not isinstance(node, (list, tuple)) or hasattr(node, "_fields") or len(node) != size:
+        return False
+    return not any(isinstance(child, (Tensor, list, tuple)) for child in node)
+
+
+def _first_item(node: Any, nominal: int | None) -> Tensor | Sequence[Any] | None:
+    """The first tensor, or the first list of ``nominal`` tensors of unlike meaning: one per sample."""
+    if isinstance(node, Tensor):
+        return node if node.ndim > 0 else None
+    tensors = isinstance(node, (list, tuple)) and len(node) == nominal and all(isinstance(x, Tensor) for x in node)
+    if tensors and any(x.ndim == 0 or x.shape[0] != nominal for x in node):
+        return node
+    items = (_first_item(child, nominal) for child in _children(node) or ())
+    return next((item for item in items if item is not None), None)
+
+
+def split_batch(batch: Any, num_microbatches: int, nominal: int | None = None) -> list[tuple[Any, int]]:
     """Cut along the first dimension into at most ``num_microbatches`` pieces of nearly equal size.
 
-    Tensors whose first dimension is the batch size are cut; so are lists of that length that hold no tensors (strings,
-    ids). Everything else (masks shared by the batch, numbers) goes to every piece. A batch smaller than
+    Tensors whose first dimension is the batch size are cut; so are lists and tuples of that length that hold one thing
+    per sample (strings, ids, dicts). Everything else (masks shared by the batch, numbers) goes to every piece.
+    Containers may be dicts, any mapping, lists, tuples, named tuples and dataclasses. A batch smaller than
     ``num_microbatches`` (a ragged last one) gives fewer pieces.
+
+    Args:
+        batch: what the loader gave.
+        num_microbatches: pieces.
+        nominal: the loader's batch size where it is known; it tells a list of tensors per sample from two batched
+            tensors, and finds batches whose first dimension is not the samples.
 
     Returns:
         ``(piece, samples)`` per microbatch. With one microbatch the batch itself is passed on, untouched.
 
     Raises:
-        ConfigError: when the batch holds no tensor to cut.
+        ConfigError: when the batch holds nothing that can be cut along its first dimension.
     """
-    size = batch_size_of(batch)
     if num_microbatches == 1:
-        return [(batch, size or 1)]
-    if not size:
+        return [(batch, batch_size_of(batch) or 1)]
+    first = _first_item(batch, nominal)
+    if first is None or not len(first):
         raise ConfigError(
             f"num_microbatches={num_microbatches}: the batch ({type(batch).__name__}) holds no tensor to cut along "
             "its first dimension; use num_microbatches=1"
         )
+    size = len(first)
+    if nominal is not None and size != nominal and (size > nominal or _holds(batch, nominal)):
+        raise ConfigError(
+            f"num_microbatches={num_microbatches} cuts batches along the first dimension, but the first tensor of the "
+            f"batch has {size} there and the loader's batch_size is {nominal}: collate samples along the first "
+            "dimension, or use num_microbatches=1"
+        )
     pieces = min(num_microbatches, size)
     bounds = [size * i // pieces for i in range(pieces + 1)]
+    return [(_cut(batch, start, stop, size, first), stop - start) for start, stop in pairwise(bounds)]
 
-    def is_cut_list(leaf: Any) -> bool:
-        return isinstance(leaf, list) and len(leaf) == size and not any(isinstance(x, (Tensor, list)) for x in leaf)
 
-    leaves, spec = tree_flatten(batch, is_leaf=is_cut_list)
-    result = []
-    for start, stop in pairwise(bounds):
-        cut = [
-            leaf[start:stop]
-            if (isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size) or is_cut_list(leaf)
-            else leaf
-            for leaf in leaves
-        ]
-        result.append((tree_unflatten(cut, spec), stop - start))
-    return result
+def _holds(node: Any, size: int) -> bool:
+    """Whether anything in a nest has ``size`` samples."""
+    if isinstance(node, Tensor):
+        return node.ndim > 0 and node.shape[0] == size
+    return _is_per_sample(node, size) or any(_holds(child, size) for child in _children(node) or ())
+
+
+def _cut(node: Any, start: int, stop: int, size: int, first: Any) -> Any:
+    if isinstance(node, PackedSequence) or (isinstance(node, Tensor) and node.is_sparse):
+        raise ConfigError(
+            f"a {type(node).__name__} in the batch cannot be cut along the samples; pack it in the step, or use "
+            "num_microbatches=1"
+        )
+    if isinstance(node, Tensor):
+        return node[start:stop] if node.ndim > 0 and node.shape[0] == size else node
+    if node is first or _is_per_sample(node, size):
+        return node[start:stop]
+    children = _children(node)
+    if children is not None:
+        return _rebuilt(node, [_cut(child, start, stop, size, first) for child in children])
+    if hasattr(node, "to"):
+        raise ConfigError(
+            f"the batch holds a {type(node).__name__}, which cannot be cut along the samples; use num_microbatches=1, "
+            "or collate into tensors, lists, dicts, tuples and dataclasses"
+        )
+    return node
 
 
 def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -68,7 +68,13 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], prepared: Pre
         ConfigError: naming the optimizer and the setting.
     """
     setting = why_split(prepared)
+    sharded = any(isinstance(record.parameter, DTensor) for record in prepared.parameters)
     for optimizer in optimizers:
+        if sharded and isinstance(optimizer, torch.optim.Adafactor):
+            raise ConfigError(
+                "torch's Adafactor takes means over rows and columns in place, which fails on sharded parameters "
+                f"({setting}); use another optimizer, or neither tensor parallelism nor zero_stage=1"
+            )
         if setting is not None and isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 f"{type(optimizer).__name__} needs inner products over all parameters, of which a rank holds only a "

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
@@ -14,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_megapar.batches import SPLIT_HINT
 from lightning_megapar.config import ConfigError, divisors, nearest
 from lightning_megapar.data.sampler import ResumableSampler
 
@@ -57,6 +61,81 @@ def prepare_loader(
     if loader.num_workers > 0 and data_size >= 1:
         seeded = partial(_init_worker, rank=data_rank, before=loader.worker_init_fn, also=worker_init)
         loader.worker_init_fn = seeded
+    return loader
+
+
+class AgreeingLoader:
+    """A loader without a reliable length: all ranks go on to the next batch together, or stop together.
+
+    Ranks whose datasets split themselves end at different batches; whoever went on would wait for the others forever.
+
+    Args:
+        loader: any iterable; its attributes are passed on.
+        data_ranks: data rank of every global rank.
+        device: for the collective.
+    """
+
+    def __init__(self, loader: Any, data_ranks: Sequence[int], device: torch.device) -> None:
+        self._loader = loader
+        self._data_ranks = list(data_ranks)
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        end = object()
+        batches = iter(self._loader)
+        while True:
+            batch = next(batches, end)
+            mine = torch.tensor([int(batch is not end)], device=self._device)
+            votes = torch.empty(len(self._data_ranks), dtype=mine.dtype, device=self._device)
+            dist.all_gather_into_tensor(votes, mine)
+            went_on = {rank for rank, vote in zip(self._data_ranks, votes.tolist()) if vote}
+            ended = {rank for rank, vote in zip(self._data_ranks, votes.tolist()) if not vote}
+            if went_on & ended:
+                raise ConfigError(
+                    f"the loader has more batches on some ranks of data rank {min(went_on & ended)} than on others: "
+                    f"tensor and pipeline ranks must see the same data. {SPLIT_HINT}"
+                )
+            if ended:
+                if went_on:
+                    rank_zero_warn(
+                        f"the loader ended on data ranks {sorted(ended)} but not on {sorted(went_on)}: the others' "
+                        "remaining batches are dropped; give every data rank equally many batches"
+                    )
+                return
+            yield batch
+
+
+def same_on_all_ranks(loader: Any, data_ranks: Sequence[int], device: torch.device) -> Any:
+    """Make sure that all ranks take equally many batches; collective over all ranks.
+
+    Returns:
+        the loader, in an :class:`AgreeingLoader` when its length is unknown or only an estimate.
+
+    Raises:
+        ConfigError: when lengths differ between ranks.
+    """
+    length: Any = None
+    if not has_iterable_dataset(loader):
+        with suppress(TypeError, NotImplementedError):
+            length = (len(loader.dataset) if hasattr(loader, "dataset") else None, len(loader))
+    lengths: list[Any] = [None] * len(data_ranks)
+    dist.all_gather_object(lengths, length)
+    if any(one is None for one in lengths):
+        return AgreeingLoader(loader, data_ranks, device)
+    if len(set(lengths)) > 1:
+        shown = ", ".join(f"rank {r}: {n} samples in {b} batches" for r, (n, b) in enumerate(lengths))
+        raise ConfigError(
+            f"the ranks' datasets differ in length ({shown}); build the same whole dataset on every rank, the "
+            "strategy splits it over the data ranks"
+        )
     return loader
 
 
@@ -110,6 +189,12 @@ def _with_sampler(
             drop_last=batches.drop_last,
             pad=not training,
         )
+        if training and len(resumable) == 0 < resumable.num_samples and len(loader) > 0:
+            raise ConfigError(
+                f"the training dataset has {resumable.num_samples} samples: too few for one batch on each of the "
+                f"{data_size} data ranks (batch_size={batches.batch_size}, drop_last={batches.drop_last}); use a "
+                "smaller data_parallel_size or batch_size"
+            )
         if training and resume is not None:
             resumable.resume(*resume)
         if predicting:

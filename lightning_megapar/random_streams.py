@@ -4,16 +4,26 @@ Before each microbatch, and again before each block of the stack, torch's genera
 rank, microbatch, block). Tensor ranks then draw the same dropout mask where they hold the same activations, two stages
 never draw each other's, and a block draws the same mask on whatever stage it lives. (A sample's mask still depends on
 the microbatch it falls into.)
+
+Outside the steps, where the data is loaded, ranks that share their samples must draw alike (augmentations, the seeds of
+workers): they start from one state, and a step leaves the generators as it found them. Python's and numpy's generators
+are treated like torch's.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from lightning_megapar.mesh import ParallelMesh
 
 
 def uses_dropout(module: nn.Module) -> bool:
@@ -25,6 +35,42 @@ def uses_dropout(module: nn.Module) -> bool:
             if "drop" in name and isinstance(value, float) and value > 0:
                 return True
     return False
+
+
+def _generator_states() -> tuple[Any, Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_generator_states(states: tuple[Any, Any, Any]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and states[2] is not None:
+        numpy.random.set_state(states[2])
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave torch's (CPU), Python's and numpy's generators as they were."""
+    states = _generator_states()
+    try:
+        yield
+    finally:
+        _set_generator_states(states)
+
+
+def share_generators(mesh: ParallelMesh) -> None:
+    """Give the ranks that share their samples one state of the generators: that of the first of them.
+
+    Collective over the tensor and pipeline ranks. After ``seed_everything`` nothing changes.
+    """
+    box = [_generator_states()]
+    for axis in ("tensor", "pipeline"):
+        group = mesh.group(axis)
+        if group is not None:
+            dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    _set_generator_states(box[0])
 
 
 class RandomStreams:
@@ -46,7 +92,11 @@ class RandomStreams:
     def begin_microbatch(self, step: int, microbatch: int) -> None:
         """Seed for everything before the stack."""
         self._place = self._place_of(step, microbatch)
-        torch.manual_seed(zlib.crc32(self._place.encode()))
+        seed = zlib.crc32(self._place.encode())
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(seed)
 
     def begin_backward(self, step: int, microbatch: int) -> None:
         """Blocks that are recomputed in this microbatch's backward draw what they drew in its forward."""

@@ -20,10 +20,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_megapar.batches import batch_size_of, detach, join_outputs, split_batch
+from lightning_megapar.batches import (
+    batch_size_of,
+    detach,
+    fingerprint,
+    join_outputs,
+    refuse_unlike_batches,
+    split_batch,
+)
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.gradients import GradientReducer
 from lightning_megapar.data_parallel.parameters import LogicalParameter, trainable
@@ -32,7 +40,7 @@ from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.cut import StageCut, StageError, contains_nan
 from lightning_megapar.pipeline.runtime import PipelineRuntime, boundary_tensors
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule
-from lightning_megapar.random_streams import RandomStreams
+from lightning_megapar.random_streams import RandomStreams, generators_kept
 from lightning_megapar.stage_metrics import from_last_stage
 from lightning_megapar.step_log import LogExchange, LogRecorder, StepReport
 
@@ -122,6 +130,7 @@ class Stepper:
         self._parameters = list(parameters)
         self._frozen = self._fixed_switches()
         self._running = False
+        self._compared: set[str] = set()
         # The same on every stage, whether or not it sees the loss.
         double = any(record.parameter.dtype == torch.float64 for record in parameters)
         self.loss_dtype = torch.float64 if double else torch.float32
@@ -193,6 +202,23 @@ class Stepper:
                 raise StageError(self.cut.explain_poison())
         return finished, value
 
+    def _keep_generators(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.streams is None else generators_kept()
+
+    def _fingerprint(self, batch: Any, pieces: int, kind: str) -> Tensor | float:
+        """What peers compare in the step's packet; the first time at once, before a difference can make them hang."""
+        if self.mesh.size("tensor") * self.mesh.size("pipeline") == 1:
+            return 0.0
+        mark = fingerprint(batch, self.device)
+        if kind not in self._compared:
+            self._compared.add(kind)
+            marks: list[Any] = [None] * self.mesh.layout.world_size
+            dist.all_gather_object(marks, (pieces, float(mark)))
+            data_ranks = [self.mesh.layout.coordinates(r)["data"] for r in range(len(marks))]
+            refuse_unlike_batches([count for count, _ in marks], data_ranks)
+            refuse_unlike_batches([value for _, value in marks], data_ranks)
+        return mark
+
     def _warn_of_poison(self, recorder: LogRecorder) -> None:
         if self._verified or self.cut is None or not self.cut.is_last:
             return
@@ -230,6 +256,7 @@ class Stepper:
         loss_scale: float = 1.0,
         flag: float = 0.0,
         share: bool = False,
+        nominal: int | None = None,
     ) -> StepResult:
         """Run one training batch.
 
@@ -242,11 +269,13 @@ class Stepper:
             loss_scale: a GradScaler's current scale.
             flag: shown to every rank in the report.
             share: give the user's output to every stage, not only to the last one.
+            nominal: the loader's batch size, where it is known.
 
         Raises:
             StepContractError: a loss without gradient, a ``None`` loss, ``num_valid_tokens`` on some microbatches only.
         """
-        pieces = split_batch(batch, self.num_microbatches)
+        pieces = split_batch(batch, self.num_microbatches, nominal)
+        mark = self._fingerprint(batch, len(pieces), "train")
         samples = sum(count for _, count in pieces)
         window = self._window
         parameters = self.parameters
@@ -298,7 +327,9 @@ class Stepper:
             if self.streams is not None:
                 self.streams.begin_backward(self.steps, microbatch)
 
-        self.runtime.run(self._schedule(self.schedule_name, len(pieces)), forward, backward, release, before_backward)
+        schedule = self._schedule(self.schedule_name, len(pieces))
+        with self._keep_generators():
+            self.runtime.run(schedule, forward, backward, release, before_backward)
         if len(set(by_tokens)) > 1:
             raise StepContractError("training_step returned num_valid_tokens for some microbatches only")
         self._warn_of_poison(recorder)
@@ -312,7 +343,7 @@ class Stepper:
             weighted = torch.stack(losses).double() * stacked
             loss_sum, weight_sum = torch.where(stacked > 0, weighted, 0.0).sum(), stacked.sum()
         tokens_flag = 1.0 if by_tokens and by_tokens[0] else 0.0
-        report = self.exchange.exchange(recorder, loss_sum, weight_sum, flag + 2.0 * tokens_flag)
+        report = self.exchange.exchange(recorder, loss_sum, weight_sum, flag + 2.0 * tokens_flag, mark)
         window.by_tokens = any(f >= 2.0 for f in report.flags)
         report = StepReport(
             report.loss,
@@ -405,14 +436,22 @@ class Stepper:
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate(
-        self, step: Callable[[Any], Any], batch: Any, *, results: Any, flag: float = 0.0, share: bool = False
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        *,
+        results: Any,
+        flag: float = 0.0,
+        share: bool = False,
+        nominal: int | None = None,
     ) -> StepResult:
         """Run one validation, test or predict batch forward only.
 
         Returns:
             the microbatches' outputs joined; without ``share`` on the last stage only, ``None`` elsewhere.
         """
-        pieces = split_batch(batch, self.num_microbatches)
+        pieces = split_batch(batch, self.num_microbatches, nominal)
+        mark = self._fingerprint(batch, len(pieces), "evaluate")
         recorder = LogRecorder()
         outputs: list[Any] = []
         weights: list[Tensor] = []
@@ -428,12 +467,13 @@ class Stepper:
                 weights.append(self._weight(count, tokens))
             return finished, value
 
-        self.runtime.run(self._schedule("forward", len(pieces)), forward)
+        with self._keep_generators():
+            self.runtime.run(self._schedule("forward", len(pieces)), forward)
         self._warn_of_poison(recorder)
         self._verified = True
         if outputs and isinstance(outputs[0], dict) and "num_valid_tokens" in outputs[0]:
             _weigh_by_tokens(recorder, weights)
-        report = self.exchange.exchange(recorder, 0.0, 0.0, flag)
+        report = self.exchange.exchange(recorder, 0.0, 0.0, flag, mark)
         output = join_outputs(outputs, [count for _, count in pieces]) if outputs else None
         if share and self.cut is not None:
             output = from_last_stage(output, self.mesh, self.device)

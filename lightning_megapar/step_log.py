@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_megapar.batches import refuse_unlike_batches
 from lightning_megapar.mesh import ParallelMesh
 
-_FIXED = 6  # flag, signature, entries, loss sum, loss weight, capacity wanted
+_FIXED = 7  # flag, signature, entries, loss sum, loss weight, capacity wanted, fingerprint of the batch
 _REDUCTIONS = ("mean", "sum", "max", "min")
 
 
@@ -149,9 +150,15 @@ class LogExchange:
         places = [mesh.layout.coordinates(r) for r in range(mesh.layout.world_size)]
         self._speakers = [r for r, p in enumerate(places) if p["pipeline"] == last and p["tensor"] == 0]
         self._speaks = mesh.rank in self._speakers
+        self._data_ranks = [p["data"] for p in places]
 
     def exchange(
-        self, recorder: LogRecorder, loss_sum: Tensor | float, weight: Tensor | float, flag: float
+        self,
+        recorder: LogRecorder,
+        loss_sum: Tensor | float,
+        weight: Tensor | float,
+        flag: float,
+        fingerprint: Tensor | float = 0.0,
     ) -> StepReport:
         """All ranks call it once per step, with their own packet.
 
@@ -160,13 +167,15 @@ class LogExchange:
             loss_sum: sum of weight x loss over local microbatches.
             weight: sum of the weights.
             flag: any number to be shown to every rank (a stop request).
+            fingerprint: of the batch; ranks of one data rank must have the same.
 
         Raises:
-            RuntimeError: when data ranks logged different names in the same step.
+            RuntimeError: when data ranks logged different names in the same step, or when tensor or pipeline ranks
+                saw different batches.
         """
         entries = tuple(recorder.entries.values()) if self.mesh.is_last_stage else ()
         signature = float(zlib.crc32("\n".join(e.signature() for e in entries).encode())) if entries else 0.0
-        packet = self._pack(entries, signature, loss_sum, weight, flag)
+        packet = self._pack(entries, signature, loss_sum, weight, flag, fingerprint)
         if self.mesh.layout.world_size == 1:
             self._known[int(signature)] = entries
             return self._report([packet.tolist()], int(signature))
@@ -174,7 +183,8 @@ class LogExchange:
         wanted = int(max(rows[r][5] for r in self._speakers))
         if wanted > self._capacity:
             self._capacity = 2 * wanted
-            rows = self._gather(self._pack(entries, signature, loss_sum, weight, flag))
+            rows = self._gather(self._pack(entries, signature, loss_sum, weight, flag, fingerprint))
+        refuse_unlike_batches([row[6] for row in rows], self._data_ranks)
         signatures = {int(rows[r][1]) for r in self._speakers}
         if len(signatures) > 1:
             raise RuntimeError(
@@ -197,13 +207,14 @@ class LogExchange:
         loss_sum: Tensor | float,
         weight: Tensor | float,
         flag: float,
+        fingerprint: Tensor | float,
     ) -> Tensor:
         room = len(entries) if self.mesh.layout.world_size == 1 else self._capacity
-        head = [flag, signature, float(len(entries)), 0.0, 0.0, float(len(entries))]
+        head = [flag, signature, float(len(entries)), 0.0, 0.0, float(len(entries)), 0.0]
         packet = torch.zeros(_FIXED + 2 * room, dtype=torch.float64)
         packet[:_FIXED] = torch.tensor(head, dtype=torch.float64)
         packet = packet.to(self.device)
-        packet[3], packet[4] = loss_sum, weight
+        packet[3], packet[4], packet[6] = loss_sum, weight, fingerprint
         for index, entry in enumerate(entries[:room]):
             values = torch.stack([v.to(self.device, torch.float64) for v in entry.values])
             weights = torch.stack([torch.as_tensor(w, dtype=torch.float64, device=self.device) for w in entry.weights])

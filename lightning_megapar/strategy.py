@@ -28,9 +28,10 @@ from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gr
 from lightning_megapar.launch import shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
 from lightning_megapar.limits import explained_optimizers, refuse_callbacks, refuse_optimizers
-from lightning_megapar.loaders import prepare_loader
+from lightning_megapar.loaders import prepare_loader, same_on_all_ranks
 from lightning_megapar.mesh_strategy import MeshStrategy
 from lightning_megapar.prepare import PreparedModule, local_state, prepare_module
+from lightning_megapar.random_streams import share_generators
 from lightning_megapar.stage_metrics import connect_metrics
 from lightning_megapar.step import StepContractError, Stepper, StepResult
 from lightning_megapar.step_log import replay
@@ -199,6 +200,7 @@ class MegaParStrategy(MeshStrategy):
         if self._stepper is None or not fits:
             self._stepper = self._make_stepper()
         self._stepper.begin_run()
+        share_generators(self.mesh)
         # FSDP2 parameters made under inference_mode cannot be trained afterwards.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
@@ -309,6 +311,7 @@ class MegaParStrategy(MeshStrategy):
             is_last_of_window=not self._accumulating,
             flag=float(self._preemption.is_set),
             share=self._is_seen("on_train_batch_end"),
+            nominal=getattr(trainer.train_dataloader, "batch_size", None),
         )
         self._after_step(result)
         self._count_samples(trainer, result.samples)
@@ -343,6 +346,7 @@ class MegaParStrategy(MeshStrategy):
         self._where = f"{kind} step {args[1] if len(args) > 1 else ''}".rstrip()
         self._leave_if_requested()
         step = getattr(module, f"{kind}_step")
+        loaders = {"validation": "val_dataloaders"}.get(kind, f"{kind}_dataloaders")
         if self._is_plain:
             self._leave_requested = self._preemption.is_set
             with self.precision_plugin.forward_context():
@@ -353,6 +357,7 @@ class MegaParStrategy(MeshStrategy):
             results=trainer._results,
             flag=float(self._preemption.is_set),
             share=kind == "predict" or self._is_seen(f"on_{kind}_batch_end"),
+            nominal=getattr(getattr(trainer, loaders), "batch_size", None),
         )
         self._after_step(result)
         return result.output
@@ -374,6 +379,10 @@ class MegaParStrategy(MeshStrategy):
             self._train_sampler.started()
             epoch = self._train_sampler.epoch
         used = self._position.consumed if epoch == self._position.epoch else 0
+        if self._train_sampler is not None:
+            # What the sampler gave, whatever shape the batch was collated into.
+            left = (self._train_sampler.num_samples - used) // self.data_parallel_size
+            samples = min(self._train_sampler.batch_size, left) if left > 0 else samples
         self._position = DataPosition(used + samples * self.data_parallel_size, epoch)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -447,6 +456,9 @@ class MegaParStrategy(MeshStrategy):
         if trainer.training:
             sampler = getattr(prepared, "sampler", None)
             self._train_sampler = sampler if isinstance(sampler, ResumableSampler) else None
+        if self.layout.world_size > 1:
+            places = [self.layout.coordinates(rank)["data"] for rank in range(self.layout.world_size)]
+            prepared = same_on_all_ranks(prepared, places, self.root_device)
         return prepared
 
     # -- checkpoints -------------------------------------------------------------------------------------------------

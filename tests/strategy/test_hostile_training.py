@@ -130,6 +130,11 @@ class Newton(Net):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
+class Factored(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
 class HeadOnly(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.head.parameters(), lr=0.1)
@@ -193,6 +198,7 @@ def test_like_plain_lightning(pool: RankPool, tmp_path: Path, layout: str, modul
         ("pp2", HeadOnly, "none", "found no parameter for an optimizer on the pipeline stage with blocks 0 to 1"),
         ("dp2", PlainBackward, "none", r"call self.manual_backward\(loss\)"),
         ("pp2", Newton, "none", "LBFGS needs inner products over all parameters"),
+        ("dp2_zero1", Factored, "none", "Adafactor takes means over rows and columns .*zero_stage=1"),
         ("pp2", Net, "ema", "EMAWeightAveraging averages copies .* under pipeline_parallel_size=2"),
         ("dp2_zero1", Net, "swa", "StochasticWeightAveraging averages copies .* under zero_stage=1"),
         ("dp2", Net, "on_exception", "OnExceptionCheckpoint saves when a rank fails"),
