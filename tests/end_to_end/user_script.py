@@ -33,9 +33,10 @@ SEQUENCE = 16
 
 
 def note(name: str, text: object = "") -> None:
-    """Leave a file for the test to read (complete or absent)."""
-    (OUT / (name + ".part")).write_text(str(text))
-    (OUT / (name + ".part")).rename(OUT / name)
+    """Leave a file for the test to read (complete or absent), whichever ranks write it at once."""
+    part = OUT / f"{name}-{os.getpid()}.part"
+    part.write_text(str(text))
+    part.rename(OUT / name)
 
 
 def rank_of_this() -> int:

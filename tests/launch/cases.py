@@ -30,9 +30,10 @@ import lightning_megapar
 OUT = pathlib.Path(os.environ["OUT"])
 
 def note(name, text=""):
-    """Leave a file for the test to read (complete or absent)."""
-    (OUT / (name + ".part")).write_text(str(text))
-    (OUT / (name + ".part")).rename(OUT / name)
+    """Leave a file for the test to read (complete or absent), whichever ranks write it at once."""
+    part = OUT / f"{name}-{os.getpid()}.part"
+    part.write_text(str(text))
+    part.rename(OUT / name)
 
 class Model(BoringModel):
     """Fails in one stage on one rank, with a message that stands nowhere in a source line."""

@@ -40,8 +40,9 @@ for stage in sys.argv[1].split(","):
             note(f"caught-{stage}-{rank}", f"{type(exception).__name__}|{seconds}|{text}")
         (OUT / "raised").unlink()
 model = Model()
-trainer(4).fit(model)  # and the process is still good for a run
-note("finished", fit.global_rank)
+fit = trainer(4)
+fit.fit(model)  # and the process is still good for a run
+note(f"finished-{fit.global_rank}", fit.global_step)
 """
 
 
@@ -59,7 +60,7 @@ def test_every_rank_in_every_stage_can_be_caught_on_rank_zero(cases: CaseServer)
     """``try: trainer.fit(...)``: 16 times an exception on rank 0 that names the culprit, and the script goes on."""
     result = cases.run(CAUGHT, ",".join(STAGES), seconds=240)
     assert result.code == 0, result.text
-    assert result.read("finished") == "0"
+    assert [result.read(f"finished-{rank}") for rank in range(4)] == ["4"] * 4
     for stage in STAGES:
         for rank in range(4):
             kind, seconds, text = result.read(f"caught-{stage}-{rank}").split("|", 2)
