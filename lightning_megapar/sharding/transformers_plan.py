@@ -1,0 +1,77 @@
+"""The sharding plans that transformers publishes with its models, with corrections where they are wrong for training.
+
+``PreTrainedModel.tp_plan`` is a mapping in the vocabulary of :mod:`~lightning_megapar.sharding.plan`. It is read off the
+module, so that nothing here imports transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_megapar.sharding.plan import STYLES, ShardingPlan, starred
+
+CORRECTIONS: dict[str, dict[str, str]] = {
+    "doge": {
+        # A row product makes the masks of all heads, of which a rank uses its own.
+        "self_attn.dt_proj": "rowwise_scatter_output",
+        "self_attn.A": "colwise",
+        "self_attn.q_norm": "replicated_with_grad_allreduce",
+        "self_attn.k_norm": "replicated_with_grad_allreduce",
+    },
+    # The forward cuts gate and up out of one product.
+    "inkling_text": {"experts.gate_up_proj": "packed_colwise"},
+    "inkling2_text": {"experts.gate_up_proj": "packed_colwise"},
+    "inkling2_loop_text": {"experts.gate_up_proj": "packed_colwise"},
+}
+"""``model_type`` -> end of a module's name -> style; found by comparing every gradient with one process (transformers
+5.24)."""
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    """Whether ``module`` is a ``PreTrainedModel``, told by its ancestors' names."""
+    return any(
+        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+        for kind in type(module).__mro__
+    )
+
+
+def outermost_models(module: nn.Module) -> dict[str, nn.Module]:
+    """Dotted name -> transformers model that is not inside another one."""
+    found: dict[str, nn.Module] = {}
+    for path, child in module.named_modules():
+        inside = any(path == outer or path.startswith(outer + ".") or not outer for outer in found)
+        if not inside and is_transformers_model(child):
+            found[path] = child
+    return found
+
+
+def transformers_plan(module: nn.Module) -> ShardingPlan:
+    """The corrected plans of all transformers models below ``module``, under their full names.
+
+    Rules in styles that this package does not know are left out; the module then stays whole (or goes to the chooser).
+    """
+    plan = ShardingPlan()
+    for path, model in outermost_models(module).items():
+        published = getattr(model, "tp_plan", None)
+        if not isinstance(published, Mapping) or not published:
+            continue
+        rules = {pattern: style for pattern, style in published.items() if style in STYLES}
+        own = ShardingPlan.from_mapping(rules, "transformers")
+        fixes = _corrections(model, rules)
+        kept = ShardingPlan(tuple(rule for rule in own.rules if rule.pattern not in fixes))
+        fixed = ShardingPlan.from_mapping(fixes, "correction")
+        plan = plan + (kept + fixed).prefixed(path)
+    return plan
+
+
+def _corrections(model: Any, published: Mapping[str, str]) -> dict[str, str]:
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    fixes: dict[str, str] = {}
+    for end, style in CORRECTIONS.get(getattr(config, "model_type", ""), {}).items():
+        names = {starred(name) for name, _ in model.named_modules()}
+        names |= {starred(name) for name, _ in model.named_parameters()}
+        fixes.update({name: style for name in names if name.endswith("." + end) or name == end})
+    return fixes
