@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Degree = int | Literal["auto"]
 ScheduleName = Literal["gpipe", "1f1b"]
@@ -131,6 +131,9 @@ class ParallelConfig:
         pipeline_stack: dotted name of the ``ModuleList``/``Sequential`` to cut; ``None`` takes the one with the most
             parameters.
         pipeline_split: blocks per stage, e.g. ``(3, 5)``; ``None`` balances by parameter count.
+        sharding_plan: how layers that are not from ``lightning_megapar.layers`` are cut over the tensor ranks:
+            ``"auto"`` (the module's own plan, else the one that transformers publishes), ``"off"``, a mapping of
+            module-name patterns to styles, or the path of a YAML file with one.
 
     Raises:
         ConfigError: on any value outside its range, naming the setting, the value and the nearest valid ones.
@@ -147,6 +150,7 @@ class ParallelConfig:
     pipeline_schedule: str = "1f1b"
     pipeline_stack: str | None = None
     pipeline_split: tuple[int, ...] | None = None
+    sharding_plan: Any = "auto"
 
     def __post_init__(self) -> None:
         for field in fields(self):

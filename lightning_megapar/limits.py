@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_megapar.config import ConfigError
+from lightning_megapar.data_parallel.parameters import LogicalParameter
 from lightning_megapar.prepare import PreparedModule
 
 
@@ -19,9 +20,13 @@ def why_split(prepared: PreparedModule) -> str | None:
         return f"pipeline_parallel_size={prepared.layout.pipeline}"
     if prepared.zero is not None:
         return "zero_stage=1"
-    if any(isinstance(record.parameter, DTensor) for record in prepared.parameters):
+    if any(_is_piece(record) for record in prepared.parameters):
         return f"tensor_parallel_size={prepared.layout.tensor}"
     return None
+
+
+def _is_piece(record: LogicalParameter) -> bool:
+    return record.shard is not None or isinstance(record.parameter, DTensor)
 
 
 def refuse_callbacks(callbacks: Iterable[Any], prepared: PreparedModule) -> None:
@@ -68,7 +73,7 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], prepared: Pre
         ConfigError: naming the optimizer and the setting.
     """
     setting = why_split(prepared)
-    sharded = any(isinstance(record.parameter, DTensor) for record in prepared.parameters)
+    sharded = any(_is_piece(record) for record in prepared.parameters)
     for optimizer in optimizers:
         if sharded and isinstance(optimizer, torch.optim.Adafactor):
             raise ConfigError(

@@ -7,12 +7,12 @@ initialised by name, the device and dtype set, FSDP2 applied, hooks installed. T
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_megapar.config import ConfigError, Layout, ParallelConfig
 from lightning_megapar.data_parallel.parameters import (
@@ -20,13 +20,19 @@ from lightning_megapar.data_parallel.parameters import (
     ModuleNames,
     collect_parameters,
     partial_parameter_names,
+    shards_by_name,
 )
 from lightning_megapar.data_parallel.zero import ZeroUnits
+from lightning_megapar.layers.collectives import TensorRanks
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.cut import StageCut, StagePlan, plan_stages
 from lightning_megapar.random_streams import RandomStreams, uses_dropout
 from lightning_megapar.sharding.apply import shard_module
+from lightning_megapar.sharding.by_plan import apply_assignments
+from lightning_megapar.sharding.choice import choose_assignments
 from lightning_megapar.sharding.initialise import initialise_by_name
+from lightning_megapar.sharding.plan import Assignment
+from lightning_megapar.shards import IndexedTensor
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class PreparedModule:
         zero: FSDP2 units, ``None`` for zero_stage 0.
         streams: layout-free random streams, ``None`` on a single rank.
         stages: canonical parameter name -> stages that hold it.
+        assignments: what a sharding plan says of the whole module's layers; empty without tensor ranks.
     """
 
     layout: Layout
@@ -51,6 +58,7 @@ class PreparedModule:
     zero: ZeroUnits | None
     streams: RandomStreams | None
     stages: dict[str, tuple[int, ...]]
+    assignments: list[Assignment] = field(default_factory=list)
 
 
 def prepare_module(
@@ -77,6 +85,12 @@ def prepare_module(
         ConfigError: what cannot be cut or sharded, naming the setting and the nearest valid values.
     """
     names = ModuleNames.record(module)
+    assignments = choose_assignments(module, config.sharding_plan, mesh.size("tensor"))
+    if assignments and config.sequence_parallel:
+        raise ConfigError(
+            "sequence_parallel=True needs a model built from lightning_megapar.layers; "
+            f"{assignments[0].path} is sharded by a plan ({assignments[0].why}). Valid value: false"
+        )
     pipeline = mesh.size("pipeline")
     plan = cut = None
     if pipeline > 1:
@@ -85,7 +99,10 @@ def prepare_module(
         _take_values_of_rank_zero(module, device)
     if plan is not None:
         cut = StageCut(module, plan, mesh.coordinate("pipeline"))
-    shard_module(module, mesh.submesh("tensor"), config.sequence_parallel and mesh.size("tensor") > 1)
+    tensor = mesh.submesh("tensor")
+    shard_module(module, tensor, config.sequence_parallel and mesh.size("tensor") > 1)
+    if assignments and tensor is not None:
+        apply_assignments(module, assignments, TensorRanks(tensor))
     initialise_by_name(module, seed, device=device, aliases=names.tied)
     module.to(device)
     convert(module)
@@ -109,7 +126,7 @@ def prepare_module(
         cut.install_hooks()
     stages = _stages_of(module, names, mesh)
     parameters = collect_parameters(module, names, stages, partial_parameter_names(module, names), sharded)
-    return PreparedModule(mesh.layout, names, parameters, plan, cut, zero, streams, stages)
+    return PreparedModule(mesh.layout, names, parameters, plan, cut, zero, streams, stages, assignments)
 
 
 def _blocks(module: nn.Module, plan: StagePlan | None) -> list[nn.Module]:
@@ -161,6 +178,15 @@ def _stages_of(module: nn.Module, names: ModuleNames, mesh: ParallelMesh) -> dic
     return {name: tuple(found) for name, found in stages.items()}
 
 
-def local_state(module: nn.Module, names: ModuleNames) -> dict[str, Tensor]:
+def local_state(module: nn.Module, names: ModuleNames) -> dict[str, Any]:
     """This rank's part of the whole module's ``state_dict``, tied values once under their canonical name."""
-    return {names.canonical.get(key, key): value for key, value in module.state_dict().items()}
+    return {names.canonical.get(key, key): value for key, value in placed_state(module, names).items()}
+
+
+def placed_state(module: nn.Module, names: ModuleNames) -> dict[str, Any]:
+    """``module.state_dict()``, in which pieces of parameters that a plan has cut know their global place."""
+    shards = shards_by_name(module, names)
+    return {
+        key: IndexedTensor(value, shard) if (shard := shards.get(names.canonical.get(key, key))) is not None else value
+        for key, value in module.state_dict().items()
+    }

@@ -217,4 +217,3 @@ SHARDS = "_megapar_shards"
 def own_shards(module: torch.nn.Module) -> dict[str, ParameterShard]:
     """How own parameters of ``module`` are cut; those that it does not name are whole (or DTensors)."""
     return vars(module).get(SHARDS, {})
-

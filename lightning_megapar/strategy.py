@@ -30,8 +30,10 @@ from lightning_megapar.launch.preemption import EXIT_CODE
 from lightning_megapar.limits import explained_optimizers, refuse_callbacks, refuse_optimizers
 from lightning_megapar.loaders import prepare_loader, same_on_all_ranks
 from lightning_megapar.mesh_strategy import MeshStrategy
-from lightning_megapar.prepare import PreparedModule, local_state, prepare_module
+from lightning_megapar.prepare import PreparedModule, local_state, placed_state, prepare_module
 from lightning_megapar.random_streams import share_generators
+from lightning_megapar.sharding.choice import given_plan, print_plan
+from lightning_megapar.shards import is_value
 from lightning_megapar.stage_metrics import connect_metrics
 from lightning_megapar.step import StepContractError, Stepper, StepResult
 from lightning_megapar.step_log import replay
@@ -43,7 +45,8 @@ class MegaParStrategy(MeshStrategy):
     Args:
         tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size,
         data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_stack,
-        pipeline_split: see :class:`~lightning_megapar.config.ParallelConfig`. Every size may be ``"auto"``.
+        pipeline_split, sharding_plan: see :class:`~lightning_megapar.config.ParallelConfig`. Every size may be
+            ``"auto"``.
         pipeline_keep: module name -> ``"first"``, ``"last"`` or ``"all"``: where a module beside the pipelined stack
             is needed, when its place in the registration order does not say so.
         seed: of name-seeded initialisation and of data order; ``None`` takes ``seed_everything``'s, else 0.
@@ -70,6 +73,7 @@ class MegaParStrategy(MeshStrategy):
         pipeline_stack: str | None = None,
         pipeline_split: Any = None,
         pipeline_keep: Mapping[str, str] | None = None,
+        sharding_plan: Any = "auto",
         seed: int | None = None,
         empty_init: bool = False,
         timeout_seconds: float = 600.0,
@@ -89,7 +93,9 @@ class MegaParStrategy(MeshStrategy):
             pipeline_schedule=pipeline_schedule,
             pipeline_stack=pipeline_stack,
             pipeline_split=pipeline_split,
+            sharding_plan=sharding_plan,
         )
+        given_plan(sharding_plan)  # refuse what cannot be read now, before any process exists
         super().__init__(config, timeout_seconds, process_group_backend)
         self.pipeline_keep = dict(pipeline_keep or {})
         self.empty_init = empty_init
@@ -188,6 +194,8 @@ class MegaParStrategy(MeshStrategy):
             )
             object.__setattr__(module, "_megapar_prepared", self._prepared)
             self._print_stages()
+            if self.prepared.assignments and self.is_global_zero:
+                print_plan(module, self.prepared.assignments)
         elif earlier.layout != self.layout:
             raise ConfigError(
                 f"the module was already cut for {earlier.layout.describe()}; this trainer asks for "
@@ -530,7 +538,7 @@ class MegaParStrategy(MeshStrategy):
         """
         assert self.lightning_module is not None
         names = self.prepared.names
-        local = {k: v.detach() for k, v in self.lightning_module.state_dict().items() if isinstance(v, Tensor)}
+        local = {k: v.detach() for k, v in placed_state(self.lightning_module, names).items() if is_value(v)}
         return gather_full_state_dict(list(names.state_dict), local)
 
     # -- leaving early -----------------------------------------------------------------------------------------------

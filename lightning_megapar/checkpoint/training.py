@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megapar.checkpoint.errors import CheckpointError
@@ -23,6 +22,7 @@ from lightning_megapar.checkpoint.training_state import (
 )
 from lightning_megapar.config import AXES, Layout
 from lightning_megapar.data_parallel.parameters import LogicalParameter, ModuleNames
+from lightning_megapar.shards import Value, is_value
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def save_training(
 
 def load_training(
     path: Path,
-    model: Mapping[str, Tensor],
+    model: Mapping[str, Value],
     optimizers: Sequence[Optimizer],
     parameters: Sequence[LogicalParameter],
     names: ModuleNames,
@@ -81,7 +81,7 @@ def load_training(
         raise CheckpointError(f"{path} is not a checkpoint")
     manifest = read_manifest(path)
     targets = [optimizer_targets(i, o, parameters, manifest) for i, o in enumerate(optimizers)]
-    wanted = {f"model.{name}": value for name, value in model.items() if isinstance(value, Tensor)}
+    wanted = {f"model.{name}": value for name, value in model.items() if is_value(value)}
     for one in targets:
         wanted.update(one)
     rest = load_sharded(path, wanted, strict=strict and bool(optimizers))
@@ -94,7 +94,7 @@ def load_training(
 
 def _load_plain_file(
     path: Path,
-    model: Mapping[str, Tensor],
+    model: Mapping[str, Value],
     optimizers: Sequence[Optimizer],
     parameters: Sequence[LogicalParameter],
     names: ModuleNames,

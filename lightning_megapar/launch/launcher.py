@@ -240,7 +240,9 @@ class ForkInPlaceLauncher(_MegaParLauncher):
         prepared = vars(module).get("_megapar_prepared") if isinstance(module, torch.nn.Module) else None
         if prepared is None:
             return
-        if prepared.layout.pipeline > 1 or any(isinstance(p, DTensor) for p in module.parameters()):
+        if prepared.layout.pipeline > 1 or any(
+            isinstance(record.parameter, DTensor) or record.shard is not None for record in prepared.parameters
+        ):
             raise ConfigError(
                 f"{type(module).__name__} was cut for {prepared.layout.describe()} and the ranks that held its other "
                 f"parts have ended (after a failure, and in notebooks and under pytest after each call); "

@@ -31,7 +31,7 @@ def apply_assignments(module: nn.Module, assignments: Sequence[Assignment], rank
     """
     tied = [owners for owners in parameter_owners(module).values() if len(owners) > 1]
     held = dict(module.named_modules())
-    present = [one for one in assignments if one.path in held]
+    present = [one for one in assignments if isinstance(held.get(one.path), one.kind)]
     heads = _HeadCounts(held, present, ranks.size)
     # Bare parameters first, then modules (whose styles look at what is cut already), then what divides attributes.
     order = {"local_attributes": 2, "local_arguments": 2}
@@ -117,7 +117,7 @@ def _apply_to_module(
 
 def _divide_attribute(module: nn.Module, name: str, size: int) -> None:
     value = getattr(module, name, None)
-    if not isinstance(value, int) or value % size and value > 1:
+    if not isinstance(value, int) or (value % size and value > 1):
         raise ConfigError(f"attribute {name}={value!r} of {type(module).__name__} is not divisible by {size} ranks")
     setattr(module, name, max(1, value // size))
 
@@ -175,10 +175,10 @@ class _HeadCounts:
                     self._shared[path] = (count, self._units[path])
                     self._groups[parent] = most // size
                     continue
-                valid = [d for d in divisors(most) if d > 1 and (count % d == 0 or d % count == 0)]
+                valid = [d for d in divisors(most) if d > 1 and (count % d == 0 or d % count == 0)] or [1]
                 raise ConfigError(
-                    f"{path} has {count} heads (head_dim={self._units[path]}), which tensor_parallel_size={size} does not "
-                    f"divide; nearest valid tensor_parallel_size: {', '.join(map(str, nearest(size, valid or [1])))}"
+                    f"{path} has {count} heads (head_dim={self._units[path]}), which tensor_parallel_size={size} does "
+                    f"not divide; nearest valid tensor_parallel_size: {', '.join(map(str, nearest(size, valid)))}"
                 )
 
     def unit(self, path: str, width: int) -> int:
@@ -210,7 +210,9 @@ def _tie_again(owners: list[tuple[str, nn.Module, str]]) -> None:
     """
     cuts: list[ParameterShard | None] = [own_shards(module).get(name) for _, module, name in owners]
     first = cuts[0]
-    same = all((cut is None) == (first is None) and (cut is None or first is None or cut.same_cut(first)) for cut in cuts)
+    same = all(
+        (cut is None) == (first is None) and (cut is None or first is None or cut.same_cut(first)) for cut in cuts
+    )
     if not same:
         told = "; ".join(
             f"{path}.{name} " + ("whole" if cut is None else f"cut along dimension {cut.dim}")

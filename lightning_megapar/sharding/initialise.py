@@ -15,6 +15,7 @@ from lightning_megapar.config import ConfigError
 from lightning_megapar.layers.base import ParallelLayer
 from lightning_megapar.layers.local import fill, replace_parameter
 from lightning_megapar.sharding.apply import Owner, parameter_owners
+from lightning_megapar.shards import own_shards
 
 
 def name_seed(seed: int, name: str) -> int:
@@ -154,8 +155,16 @@ def _reset_plain(
         # A real parameter that nobody can draw again keeps its value; a meta one has none.
         return [_join(path, name) for name in names if only_meta] + [_join(path, name) for name in meta_buffers]
     twin = copy.copy(module)
+    shards = own_shards(module)
+    shapes = {
+        name: shards[name].shape if name in shards else p.shape
+        for name, p in module._parameters.items()
+        if p is not None
+    }
     twin._parameters = {
-        name: None if p is None else nn.Parameter(torch.empty(p.shape, device="cpu"), requires_grad=p.requires_grad)
+        name: None
+        if p is None
+        else nn.Parameter(torch.empty(shapes[name], device="cpu"), requires_grad=p.requires_grad)
         for name, p in module._parameters.items()
     }
     twin._buffers = {
@@ -182,7 +191,7 @@ def _reset_plain(
         full, own = twin._parameters[name], module._parameters[name]
         assert full is not None and own is not None
         if filled(full):
-            fill(own, full.detach())
+            fill(own, shards[name].take(full.detach()) if name in shards else full.detach())
         elif only_meta:
             failed.append(_join(path, name))
     for name in meta_buffers:

@@ -230,6 +230,7 @@ class Assignment:
         style: what is done.
         why: where the rule comes from.
         pattern: of the rule.
+        kind: class of the module; on other pipeline stages something else stands in its place.
     """
 
     path: str
@@ -237,6 +238,7 @@ class Assignment:
     style: Style
     why: str
     pattern: str
+    kind: type[nn.Module] = nn.Module
 
     @property
     def name(self) -> str:
@@ -273,7 +275,7 @@ def resolve(plan: ShardingPlan, module: nn.Module, *, strict: bool) -> list[Assi
                 if kind:
                     rule = max(kind, key=lambda r: len(r.pattern))
                     same = [r for r in kind if len(r.pattern) == len(rule.pattern)] if kind is extra else [rule]
-                    found += [Assignment(where, parameter, r.style, r.why, r.pattern) for r in same]
+                    found += [Assignment(where, parameter, r.style, r.why, r.pattern, type(child)) for r in same]
     lost = [rule.pattern for rule in plan.rules if rule.pattern not in used]
     if lost and strict:
         raise ConfigError("\n".join(_matches_nothing(pattern, names) for pattern in lost))
@@ -304,7 +306,8 @@ def _check(one: Assignment, module: nn.Module) -> None:
 
     def refuse(expected: str) -> None:
         raise ConfigError(
-            f"sharding_plan[{one.pattern!r}] = {str(one.style)!r}: {one.name} is a {kind}; {one.style.name} needs {expected}"
+            f"sharding_plan[{one.pattern!r}] = {str(one.style)!r}: {one.name} is a {kind}; "
+            f"{one.style.name} needs {expected}"
         )
 
     name = one.style.name

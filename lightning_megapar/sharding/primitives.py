@@ -41,7 +41,7 @@ def enter(x: Tensor, ranks: TensorRanks, *, cast: bool = False) -> Tensor:
     Args:
         x: any tensor; one that is not floating point passes.
         ranks: the tensor ranks.
-        cast: convert to autocast's dtype first, so that the sum is made in it (for matrix products, which do so anyway).
+        cast: convert to autocast's dtype first, so that the sum is made in it (matrix products do so anyway).
     """
     if not x.is_floating_point() and not x.is_complex():
         return x

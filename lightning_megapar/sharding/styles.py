@@ -8,7 +8,6 @@ before.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ class ModuleStyle:
     """
 
     ranks: TensorRanks
-    index: IndexRuns | None = None
+    index: IndexRuns = field(default_factory=lambda: IndexRuns(0, ()))
     rows: Runs | None = None
     partial: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
@@ -51,12 +50,19 @@ class StyledModule(nn.Module):
         return self._style.partial
 
 
-@lru_cache(maxsize=None)
+_SUBCLASSES: dict[tuple[type, type], type] = {}
+
+
 def _subclass(mixin: type[StyledModule], base: type[nn.Module]) -> type[nn.Module]:
-    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
+    key = (mixin, base)
+    if key not in _SUBCLASSES:
+        _SUBCLASSES[key] = type(
+            base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__}
+        )
+    return _SUBCLASSES[key]
 
 
-def restyle(module: nn.Module, mixin: type[StyledModule], style: ModuleStyle) -> None:
+def restyle(module: Any, mixin: type[StyledModule], style: ModuleStyle) -> None:
     """Give ``module`` the forward of ``mixin``.
 
     Raises:
@@ -131,9 +137,9 @@ class RowsStyle(StyledModule):
         if not style.options.get("inner"):
             x = enter(x, style.ranks, cast=True)
         dim = output_dim(self)
-        weight, bias = self._parameters["weight"], self._parameters.get("bias")
-        assert weight is not None
-        weight = torch.cat([weight.narrow(dim, *run) for run in style.rows], dim)
+        whole, bias = self._parameters["weight"], self._parameters.get("bias")
+        assert whole is not None
+        weight = torch.cat([whole.narrow(dim, *run) for run in style.rows], dim)
         own_bias = None if bias is None else torch.cat([bias.narrow(0, *run) for run in style.rows])
         return F.linear(x, weight.t() if dim else weight, own_bias)
 
@@ -144,12 +150,11 @@ class RowStyle(StyledModule):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         style = self._style
         if style.options.get("split"):
-            assert style.index is not None
             x = split(x, style.index, style.ranks)
         bias = self._parameters.get("bias")
         weight = self._parameters["weight"]
+        assert weight is not None
         if is_conv1d(self):
-            assert weight is not None
             y = F.linear(x, weight.t())
         elif type(self).__bases__[1] is nn.Linear:
             y = F.linear(x, weight)
@@ -169,7 +174,7 @@ class RowStyle(StyledModule):
 
 
 def column(
-    module: nn.Module, index: IndexRuns, ranks: TensorRanks, *, gather_output: bool = False, inner: bool = False
+    module: Any, index: IndexRuns, ranks: TensorRanks, *, gather_output: bool = False, inner: bool = False
 ) -> None:
     """Cut a linear layer by outputs.
 
@@ -182,7 +187,9 @@ def column(
     """
     style = ModuleStyle(ranks, index, options={"gather": gather_output, "inner": inner})
     width = index.width
-    vectors = [n for n, p in module._parameters.items() if p is not None and n != "weight" and tuple(p.shape) == (width,)]
+    vectors = [
+        n for n, p in module._parameters.items() if p is not None and n != "weight" and tuple(p.shape) == (width,)
+    ]
     cut_parameter(module, "weight", output_dim(module), index, ranks.rank)
     for name in vectors:
         cut_parameter(module, name, 0, index, ranks.rank)
@@ -193,7 +200,7 @@ def column(
         module.out_features = index.length(ranks.rank)
 
 
-def shared_rows(module: nn.Module, rows: Runs, ranks: TensorRanks, *, inner: bool = False) -> None:
+def shared_rows(module: Any, rows: Runs, ranks: TensorRanks, *, inner: bool = False) -> None:
     """Keep a linear layer whole and compute ``rows`` of its outputs; gradients of weight and bias become addends."""
     partial = tuple(name for name in ("weight", "bias") if module._parameters.get(name) is not None)
     restyle(module, RowsStyle, ModuleStyle(ranks, rows=rows, partial=partial, options={"inner": inner}))
@@ -204,9 +211,7 @@ def shared_rows(module: nn.Module, rows: Runs, ranks: TensorRanks, *, inner: boo
         module.out_features = length
 
 
-def row(
-    module: nn.Module, index: IndexRuns, ranks: TensorRanks, *, split_input: bool = False, scatter: bool = False
-) -> None:
+def row(module: Any, index: IndexRuns, ranks: TensorRanks, *, split_input: bool = False, scatter: bool = False) -> None:
     """Cut a linear layer by inputs.
 
     Args:
@@ -228,11 +233,10 @@ def row(
 
 
 class VocabularyStyle(StyledModule):
-    """Rows of the table are cut: each rank looks up what it holds, the rest is zero, and the ranks' results are summed."""
+    """Rows of the table are cut: each rank looks up what it holds, the rest is zero, and the results are summed."""
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         style = self._style
-        assert style.index is not None
         low = style.options["start"]
         length = style.index.length(style.ranks.rank)
         inside = (ids >= low) & (ids < low + length)
@@ -245,7 +249,6 @@ class FeatureStyle(StyledModule):
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         style = self._style
-        assert style.index is not None
         return gather(super().forward(ids, *args, **kwargs), style.index, style.ranks)
 
 
@@ -305,7 +308,6 @@ class ExpertStyle(StyledModule):
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Any:
         style = self._style
-        assert style.index is not None
         start, count = style.options["start"], style.index.length(style.ranks.rank)
         own = (index >= start) & (index < start + count)
         local = (index - start).clamp(0, count - 1)
@@ -339,7 +341,7 @@ def rotary_tail(module: nn.Module, features: int, ranks: TensorRanks) -> None:
     restyle(module, RotaryTailStyle, ModuleStyle(ranks, options={"features": features}))
 
 
-def experts(module: nn.Module, count: int, ranks: TensorRanks) -> None:
+def experts(module: Any, count: int, ranks: TensorRanks) -> None:
     """Deal out whole experts; the parameters are cut by their own rules (``grouped_gemm``)."""
     if count % ranks.size:
         raise ConfigError(f"num_experts={count} is not divisible by tensor_parallel_size={ranks.size}")
@@ -369,7 +371,6 @@ class LocalArgumentsStyle(StyledModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         style = self._style
-        assert style.index is not None
         first = next((t for t in [*args, *kwargs.values()] if isinstance(t, Tensor)), None)
         batch = 0 if first is None or not first.ndim else first.shape[0]
 

@@ -1,7 +1,7 @@
 """The sharding plans that transformers publishes with its models, with corrections where they are wrong for training.
 
-``PreTrainedModel.tp_plan`` is a mapping in the vocabulary of :mod:`~lightning_megapar.sharding.plan`. It is read off the
-module, so that nothing here imports transformers.
+``PreTrainedModel.tp_plan`` is a mapping in the vocabulary of :mod:`~lightning_megapar.sharding.plan`. It is read off
+the module, so that nothing here imports transformers.
 """
 
 from __future__ import annotations
