@@ -217,3 +217,12 @@ SHARDS = "_megapar_shards"
 def own_shards(module: torch.nn.Module) -> dict[str, ParameterShard]:
     """How own parameters of ``module`` are cut; those that it does not name are whole (or DTensors)."""
     return vars(module).get(SHARDS, {})
+
+
+ADDENDS = "_megapar_addends"
+"""Attribute of a module: names of own parameters that are whole and whose gradients are addends over tensor ranks."""
+
+
+def own_addends(module: torch.nn.Module) -> tuple[str, ...]:
+    """Own parameters of ``module`` that a plan leaves whole inside a sharded region."""
+    return tuple(vars(module).get(ADDENDS, ()))

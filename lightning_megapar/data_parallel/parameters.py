@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_megapar.shards import IndexedTensor, ParameterShard, Value, own_shards
+from lightning_megapar.shards import IndexedTensor, ParameterShard, Value, own_addends, own_shards
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def partial_parameter_names(module: nn.Module, names: ModuleNames) -> set[str]:
     found: set[str] = set()
     for path, child in module.named_modules():
         report = getattr(child, "partial_gradients", None)
-        if callable(report):
-            found.update(names.canonical[f"{path}.{name}" if path else name] for name in report())
+        partial = [*(report() if callable(report) else ()), *own_addends(child)]
+        found.update(names.canonical[f"{path}.{name}" if path else name] for name in partial)
     return found
 
 

@@ -14,7 +14,7 @@ from lightning_megapar.sharding import styles
 from lightning_megapar.sharding.apply import parameter_owners
 from lightning_megapar.sharding.plan import Assignment, Style
 from lightning_megapar.sharding.styles import cut_parameter, is_linear, widths
-from lightning_megapar.shards import IndexRuns, ParameterShard, own_shards
+from lightning_megapar.shards import IndexRuns, ParameterShard, Runs, own_shards
 
 
 def apply_assignments(module: nn.Module, assignments: Sequence[Assignment], ranks: TensorRanks) -> None:
@@ -52,6 +52,9 @@ def _apply_to_parameter(module: nn.Module, name: str, style: Style, ranks: Tenso
     shape = own_shards(module)[name].shape if name in own_shards(module) else tuple(parameter.shape)
     if style.name == "replicate":
         return
+    if style.name == "replicated_with_grad_allreduce":
+        styles.summed(module, [name])
+        return
     if style.name == "split":
         dim = style.number("dim")
         if dim is None or dim >= len(shape):
@@ -82,6 +85,10 @@ def _apply_to_module(
             return
         parts = style.parts_of(width, 2 if name == "packed_colwise" else 1)
         unit = style.number("unit") or heads.unit(path, width)
+        rows = _shared_heads(parts, unit, ranks) if style.number("unit") else None
+        if rows is not None:
+            styles.shared_rows(module, rows, ranks, inner=inner)
+            return
         index = IndexRuns.packed(parts, ranks.size, unit)
         styles.column(module, index, ranks, gather_output=name.endswith("gather_output"), inner=inner)
     elif name in ("rowwise", "rowwise_split_input", "rowwise_scatter_output", "packed_rowwise"):
@@ -97,9 +104,9 @@ def _apply_to_module(
     elif name == "embedding_colwise":
         styles.embedding_columns(module, ranks)
     elif name == "replicated_with_grad_allreduce":
-        styles.summed(module, ranks)
+        styles.summed(module, [n for n, p in module._parameters.items() if p is not None])
     elif name in ("all_reduce", "moe_tp_experts"):
-        styles.region(module, ranks)
+        styles.region(module, ranks, [n for n in (style.option("once") or "").split("+") if n])
     elif name == "moe_identity_expert":
         styles.identity_expert(module, ranks)
     elif name == "mla_kv_a_proj":
@@ -113,6 +120,27 @@ def _apply_to_module(
             _divide_attribute(module, attribute, ranks.size)
     elif name == "local_arguments":
         styles.local_arguments(module, style.number("heads") or 0, ranks)
+
+
+def _shared_heads(parts: Sequence[int], unit: int, ranks: TensorRanks) -> Runs | None:
+    """This rank's rows where some parts have fewer heads than there are ranks; ``None`` where all can be cut.
+
+    Raises:
+        ConfigError: heads that the ranks neither divide nor share evenly.
+    """
+    if any(part % unit for part in parts):
+        raise ConfigError(f"unit={unit} does not divide the parts {list(parts)}")
+    counts = [part // unit for part in parts]
+    if all(count % ranks.size == 0 for count in counts):
+        return None
+    if any(count % ranks.size and ranks.size % count for count in counts):
+        raise ConfigError(f"{counts} heads and tensor_parallel_size={ranks.size}: one must divide the other")
+    rows, start = [], 0
+    for part, count in zip(parts, counts):
+        each = max(1, count // ranks.size)
+        rows.append((start + ranks.rank * count // ranks.size * unit, each * unit))
+        start += part
+    return tuple(rows)
 
 
 def _divide_attribute(module: nn.Module, name: str, size: int) -> None:

@@ -46,7 +46,14 @@ STYLES: dict[str, str] = {
 }
 """Name of each style and what it does."""
 
-_MODULE_STYLES = {"colwise", "rowwise", "packed_colwise", "packed_rowwise", "replicate"}  # parameters as well
+_MODULE_STYLES = {  # of modules and parameters
+    "colwise",
+    "rowwise",
+    "packed_colwise",
+    "packed_rowwise",
+    "replicate",
+    "replicated_with_grad_allreduce",
+}
 _PARAMETER_STYLES = {"split", "grouped_gemm"}  # of a parameter alone
 
 

@@ -7,6 +7,7 @@ before.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning_megapar.config import ConfigError
 from lightning_megapar.layers.collectives import TensorRanks
 from lightning_megapar.layers.local import replace_parameter
 from lightning_megapar.sharding.primitives import enter, enter_all, gather, reduce_all, reduce_out, split
-from lightning_megapar.shards import SHARDS, IndexRuns, ParameterShard, Runs
+from lightning_megapar.shards import ADDENDS, SHARDS, IndexRuns, ParameterShard, Runs, own_addends
 
 
 @dataclass
@@ -277,11 +278,21 @@ def embedding_columns(module: nn.Embedding, ranks: TensorRanks) -> None:
 
 
 class RegionStyle(StyledModule):
-    """A module whose parameters are cut: its arguments enter, its output is a sum over the ranks."""
+    """A module whose parameters are cut: its arguments enter, its output is a sum over the ranks.
+
+    Parameters that are added to the output (a last bias) are divided by the number of ranks: they count once.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         ranks = self._style.ranks
-        return reduce_all(super().forward(*enter_all(args, ranks), **enter_all(kwargs, ranks)), ranks)
+        once = {name: self._parameters[name] for name in self._style.options["once"]}
+        try:
+            for name, parameter in once.items():
+                self._parameters[name] = parameter / ranks.size  # type: ignore[assignment, operator]
+            value = super().forward(*enter_all(args, ranks), **enter_all(kwargs, ranks))
+        finally:
+            self._parameters.update(once)
+        return reduce_all(value, ranks)
 
 
 class IdentityExpertStyle(StyledModule):
@@ -322,15 +333,10 @@ class EnteredOutputStyle(StyledModule):
         return enter_all(super().forward(*args, **kwargs), self._style.ranks)
 
 
-class SummedStyle(StyledModule):
-    """A replicated module inside the region: the gradients of its parameters are addends."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
-
-
-def region(module: nn.Module, ranks: TensorRanks) -> None:
-    restyle(module, RegionStyle, ModuleStyle(ranks))
+def region(module: nn.Module, ranks: TensorRanks, once: Iterable[str] = ()) -> None:
+    """Make ``module`` a region; ``once`` are own parameters that are whole and added to its output."""
+    names = tuple(once)
+    restyle(module, RegionStyle, ModuleStyle(ranks, partial=names, options={"once": names}))
 
 
 def identity_expert(module: nn.Module, ranks: TensorRanks) -> None:
@@ -356,10 +362,9 @@ def entered_output(module: nn.Module, ranks: TensorRanks) -> None:
     restyle(module, EnteredOutputStyle, ModuleStyle(ranks))
 
 
-def summed(module: nn.Module, ranks: TensorRanks) -> None:
-    """Mark own parameters of a replicated module as addends."""
-    partial = tuple(name for name, p in module._parameters.items() if p is not None)
-    restyle(module, SummedStyle, ModuleStyle(ranks, partial=partial))
+def summed(module: nn.Module, names: Iterable[str]) -> None:
+    """Mark own parameters of a module as whole inside the sharded region: their gradients are addends."""
+    vars(module)[ADDENDS] = tuple(dict.fromkeys([*own_addends(module), *names]))
 
 
 class LocalArgumentsStyle(StyledModule):

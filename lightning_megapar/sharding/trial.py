@@ -1,8 +1,8 @@
 """Play all tensor ranks of a sharded module in one process, and compare every gradient with the whole module's.
 
-Each rank is a thread with its own copy; its collectives meet the others' at a barrier. Nothing is sent anywhere, and
-nothing can hang: a rank that fails breaks the barrier, and all of them end. The comparison is the proof that a plan is
-right: a wrong order of a fused weight runs without an error, and its loss is off by little.
+Each rank is a thread with its own copy, and they take turns: a rank runs up to its next collective. Nothing is sent
+anywhere, and nothing can hang: when a rank fails or ends early, all of them end. The comparison is the proof
+that a plan is right: a wrong order of a fused weight runs without an error, and its loss is off by little.
 """
 
 from __future__ import annotations
@@ -21,39 +21,82 @@ from lightning_megapar.layers.collectives import Pending, TensorRanks
 from lightning_megapar.sharding.by_plan import apply_assignments
 from lightning_megapar.sharding.plan import Assignment
 from lightning_megapar.sharding.styles import StyledModule
-from lightning_megapar.shards import own_shards
+from lightning_megapar.shards import own_addends, own_shards
 
 Run = Callable[[nn.Module], Tensor]
 """Computes a scalar loss with a module."""
 
-PATIENCE = 60.0
-"""Seconds that a rank waits for the others in one collective."""
-
 
 class _Meeting:
-    """Where the ranks of a trial exchange tensors."""
+    """Where the ranks of a trial exchange tensors.
+
+    One rank runs at a time, up to its next collective; then the next one runs. Random numbers are drawn from each
+    rank's own state, so that all draw the same ones, as real ranks do from one seed.
+    """
 
     def __init__(self, size: int) -> None:
+        self.size = size
         self.slots: list[Tensor | None] = [None] * size
-        self.barrier = threading.Barrier(size)
+        self._turn = 0
+        self._gone: set[int] = set()
+        self._failed = False
+        self._condition = threading.Condition()
+
+    def begin(self, rank: int) -> None:
+        """Wait for the first turn."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._turn == rank or self._failed)
+        self._stop_if_failed()
+
+    def leave(self, rank: int, failed: bool) -> None:
+        """This rank has ended."""
+        with self._condition:
+            self._gone.add(rank)
+            self._failed = self._failed or failed
+            self._pass_on(rank)
 
     def exchange(self, rank: int, value: Tensor) -> list[Tensor]:
         """Every rank's value, in rank order."""
+        state = torch.get_rng_state()
         self.slots[rank] = value
-        self.barrier.wait(PATIENCE)
+        self._next_turn(rank)
+        if self._gone:
+            raise RuntimeError(f"tensor ranks {sorted(self._gone)} ended before a collective that others take part in")
         values = [v for v in self.slots if v is not None]
-        self.barrier.wait(PATIENCE)
+        self._next_turn(rank)
+        torch.set_rng_state(state)
         shapes = {(tuple(v.shape), v.dtype) for v in values}
         if len(shapes) > 1:
-            raise RuntimeError(f"ranks meet in one collective with different tensors: {sorted(map(str, shapes))}")
+            raise RuntimeError(
+                f"tensor ranks meet in one collective with different tensors: {sorted(map(str, shapes))}"
+            )
         return values
+
+    def _next_turn(self, rank: int) -> None:
+        with self._condition:
+            self._pass_on(rank)
+            self._condition.wait_for(lambda: self._turn == rank or self._failed)
+        self._stop_if_failed()
+
+    def _pass_on(self, rank: int) -> None:
+        waiting = [r % self.size for r in range(rank + 1, rank + 1 + self.size) if r % self.size not in self._gone]
+        self._turn = waiting[0] if waiting else -1
+        self._condition.notify_all()
+
+    def _stop_if_failed(self) -> None:
+        if self._failed:
+            raise _OtherFailed
+
+
+class _OtherFailed(BaseException):
+    """Ends a rank of a trial of which another has failed."""
 
 
 class TrialRanks(TensorRanks):
     """The ranks of a trial, as seen by one of them."""
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
-        for name, value in {"meeting": meeting, "rank": rank, "size": meeting.barrier.parties}.items():
+        for name, value in {"meeting": meeting, "rank": rank, "size": meeting.size}.items():
             object.__setattr__(self, name, value)
 
     meeting: Any = None
@@ -70,31 +113,38 @@ class TrialRanks(TensorRanks):
         return lambda: pieces
 
 
-def play(size: int, part: Callable[[int], Any]) -> list[Any]:
-    """Run ``part(rank)`` on ``size`` threads; their results in rank order.
+def play(meeting: _Meeting, part: Callable[[int], Any]) -> list[Any]:
+    """Run ``part(rank)`` for every rank of a meeting; the results in rank order.
 
     Raises:
-        Exception: of the rank that failed first (the others' broken barriers are not it).
+        Exception: of the rank that failed first.
     """
-    results: list[Any] = [None] * size
+    results: list[Any] = [None] * meeting.size
     errors: list[BaseException] = []
-    meeting_breakers: list[Callable[[], None]] = getattr(part, "breakers", [])
+    state = torch.get_rng_state()
+    grad = torch.is_grad_enabled()
 
     def one(rank: int) -> None:
+        failed = True
         try:
-            results[rank] = part(rank)
-        except threading.BrokenBarrierError as error:
-            errors.append(error)
+            meeting.begin(rank)
+            torch.set_rng_state(state)
+            with torch.set_grad_enabled(grad):
+                results[rank] = part(rank)
+            failed = False
+        except _OtherFailed:
+            pass
         except BaseException as error:
-            errors.insert(0, error)
-            for breaker in meeting_breakers:
-                breaker()
+            errors.append(error)
+        finally:
+            meeting.leave(rank, failed)
 
-    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(meeting.size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    torch.set_rng_state(state)
     if errors:
         raise errors[0]
     return results
@@ -169,8 +219,7 @@ def try_assignments(
     def part(rank: int) -> tuple[Tensor, dict[str, Tensor]]:
         return gradients_of(copies[rank], run, names)
 
-    part.breakers = [meeting.barrier.abort]  # type: ignore[attr-defined]
-    results = play(size, part)
+    results = play(meeting, part)
     scale = float(loss.abs()) or 1.0
     loss_error = max(float((one - loss).abs()) / scale for one, _ in results)
     errors, partial = _compare(copies, [found for _, found in results], expected, names, sum_partial)
@@ -191,6 +240,7 @@ def _compare(
         shards.update({names.canonical[prefix + n]: (n, path) for n in own_shards(child)})
         if isinstance(child, StyledModule):
             addends.update(names.canonical[prefix + n] for n in child.partial_gradients())
+        addends.update(names.canonical[prefix + n] for n in own_addends(child))
     largest = max((float(g.abs().max()) for g in expected.values() if g.numel()), default=0.0)
     errors: dict[str, float] = {}
     partial: list[str] = []

@@ -1,0 +1,210 @@
+"""The automatic chooser: finds a sharding plan for a module that has none, and proves it.
+
+A plan is used first, the chooser for what it leaves. Layouts are hypotheses (:mod:`~lightning_megapar.sharding
+.hypotheses`), tried in one process that plays all tensor ranks at the actual size, on a copy with perturbed weights,
+judged by every gradient; the plan as a whole is judged again on a batch of another shape that chose nothing. What no
+hypothesis fits stays whole on every rank, which is always right.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megapar.config import ConfigError
+from lightning_megapar.data_parallel.parameters import ModuleNames
+from lightning_megapar.sharding.hypotheses import Hypothesis, expert_modules, of_embeddings, of_experts, of_pair
+from lightning_megapar.sharding.plan import Assignment, Rule, ShardingPlan, Style, resolve, starred
+from lightning_megapar.sharding.styles import is_linear
+from lightning_megapar.sharding.survey import survey
+from lightning_megapar.sharding.trial import Run, Verdict, gradients_of, perturb, try_assignments
+
+TOLERANCE = 1e-4
+"""Largest difference of a gradient over its largest magnitude, in float32; a wrong layout is off by 1e-2 to 1."""
+SMALLEST_TABLE = 0.02
+"""Share of all parameters below which an embedding stays whole: a look-up less is worth more than its rows."""
+SMALLEST_LINEAR = 256
+"""Elements below which a single linear layer stays whole."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was chosen for one kind of layers.
+
+    Args:
+        kind: starred name of its first layer.
+        how: the hypothesis, or ``"whole"``.
+        trials: how many were tried.
+        reason: of the last one that failed, when nothing fitted.
+    """
+
+    kind: str
+    how: str
+    trials: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A proven plan.
+
+    Args:
+        plan: rules of a plan that was given, and of what was found.
+        found: per kind of layers what was chosen.
+        verdict: of the plan as a whole, on the last batch.
+    """
+
+    plan: ShardingPlan
+    found: tuple[Found, ...]
+    verdict: Verdict
+
+
+@dataclass
+class _Bench:
+    """A copy of the module with perturbed weights, and what the whole one computes on each batch."""
+
+    module: nn.Module
+    size: int
+    runs: Sequence[Run]
+    tolerance: float
+    references: list[tuple[Tensor, dict[str, Tensor]]] = field(default_factory=list)
+
+    def judge(self, plan: ShardingPlan, batch: int = 0) -> tuple[Verdict | None, str]:
+        """The verdict on a plan, and why it is none."""
+        try:
+            assignments = resolve(plan, self.module, strict=False)
+            reference = self.references[batch]
+            verdict = try_assignments(self.module, assignments, self.size, self.runs[batch], reference=reference)
+        except Exception as error:  # somebody's forward may raise anything when a layout is wrong
+            return None, f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        if verdict.exact(self.tolerance):
+            return verdict, ""
+        name = max(verdict.errors, key=lambda n: verdict.errors[n], default="loss")
+        return None, f"off by {verdict.worst:.1e} ({name})"
+
+
+def choose(
+    module: nn.Module,
+    size: int,
+    runs: Sequence[Run],
+    *,
+    planned: ShardingPlan | None = None,
+    tolerance: float = TOLERANCE,
+) -> Choice:
+    """Find and prove a plan.
+
+    Args:
+        module: whole and real, in float32 or float64; it is copied, and the copy's weights are perturbed.
+        size: tensor ranks.
+        runs: each computes a scalar loss of a module on one batch; two or more of different shapes. They must draw no
+            random numbers beyond torch's global generator.
+        planned: rules that are used first. One that is not exact is dropped as a whole, and the chooser does its work.
+        tolerance: see :data:`TOLERANCE`.
+
+    Raises:
+        ConfigError: when the module itself cannot be run on the batches.
+    """
+    bench = _bench(module, size, runs, tolerance)
+    plan = planned or ShardingPlan()
+    found: list[Found] = []
+    if plan.rules:
+        verdict, reason = bench.judge(plan)
+        plan = _with_addends(plan, verdict, bench.module) if verdict is not None else ShardingPlan()
+        found.append(Found("(plan)", plan.rules[0].why if plan.rules else "dropped", 1, reason))
+    skip = {a.path for a in resolve(plan, bench.module, strict=False)} if plan.rules else set()
+    seen = survey(bench.module, runs[0], skip)
+    held = dict(bench.module.named_modules())
+    candidates: list[tuple[str, Iterable[Hypothesis]]] = []
+    for kind, pairs in seen.pairs.items():
+        candidates.append((kind[0], of_pair(pairs[0], held, seen.arguments)))
+    for name, paths in expert_modules(bench.module, skip).items():
+        candidates.append((name, of_experts(paths[0], held[paths[0]])))
+    tables = list(of_embeddings(bench.module, seen, skip, SMALLEST_TABLE))
+    tied = {pattern for _, hypothesis in tables for pattern in hypothesis.rules}
+    for name, paths in seen.singles.items():
+        weight = held[paths[0]]._parameters["weight"]
+        if name not in tied and is_linear(held[paths[0]]) and weight is not None and weight.numel() >= SMALLEST_LINEAR:
+            candidates.append((name, [Hypothesis("gathered", {name: "colwise_gather_output"}, cost=2)]))
+    candidates += [(name, [hypothesis]) for name, hypothesis in tables]
+    for kind_name, hypotheses in candidates:
+        plan, one = _first_exact(bench, plan, kind_name, hypotheses)
+        found.append(one)
+    plan, verdict = _proven(bench, plan, found)
+    return Choice(plan, tuple(found), verdict)
+
+
+def _bench(module: nn.Module, size: int, runs: Sequence[Run], tolerance: float) -> _Bench:
+    twin = copy.deepcopy(module)
+    perturb(twin)
+    bench = _Bench(twin, size, runs, tolerance)
+    names = ModuleNames.record(twin)
+    try:
+        for run in runs:
+            bench.references.append(gradients_of(copy.deepcopy(twin), run, names))
+    except Exception as error:
+        raise ConfigError(
+            f"{type(module).__name__} cannot be run by itself, which the choice of a sharding needs "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); give sharding_plan={{...}}, or 'off'"
+        ) from error
+    for loss, _ in bench.references:
+        if not torch.isfinite(loss):
+            raise ConfigError(f"{type(module).__name__} has a loss of {float(loss)} with perturbed weights")
+    return bench
+
+
+def _first_exact(
+    bench: _Bench, plan: ShardingPlan, kind: str, hypotheses: Iterable[Hypothesis]
+) -> tuple[ShardingPlan, Found]:
+    """The plan with the first hypothesis that is exact together with what it holds already."""
+    trials, reason = 0, ""
+    for hypothesis in hypotheses:
+        trials += 1
+        try:
+            more = ShardingPlan.from_mapping(hypothesis.rules, f"chooser: {hypothesis.name}")
+            candidate = plan + more
+        except ConfigError as error:  # a module that has a rule already
+            reason = str(error)
+            continue
+        verdict, reason = bench.judge(candidate)
+        if verdict is not None:
+            return _with_addends(candidate, verdict, bench.module), Found(kind, hypothesis.name, trials)
+    return plan, Found(kind, "whole", trials, reason)
+
+
+def _with_addends(plan: ShardingPlan, verdict: Verdict, module: nn.Module) -> ShardingPlan:
+    """Name what turned out to be used inside the sharded region."""
+    rules = dict.fromkeys(map(starred, verdict.partial))
+    known = {rule.pattern for rule in plan.rules}
+    style = Style("replicated_with_grad_allreduce")
+    return plan + ShardingPlan(tuple(Rule(n, style, "found by its gradient") for n in rules if n not in known))
+
+
+def _proven(bench: _Bench, plan: ShardingPlan, found: list[Found]) -> tuple[ShardingPlan, Verdict]:
+    """Judge on batches that chose nothing; what fails there leaves, last choice first."""
+    sources = list(dict.fromkeys(rule.why for rule in plan.rules))
+    while True:
+        verdicts = [bench.judge(plan, batch) for batch in range(len(bench.runs))]
+        failed = next((reason for verdict, reason in verdicts if verdict is None), None)
+        if failed is None:
+            verdict = verdicts[-1][0]
+            assert verdict is not None
+            return plan, verdict
+        why = sources.pop()
+        plan = ShardingPlan(tuple(rule for rule in plan.rules if rule.why != why))
+        found.append(Found(why, "dropped", 1, f"on another batch: {failed}"))
+
+
+def explain(assignments: Sequence[Assignment]) -> str:
+    """One line for a log: how many layers are cut, by which sources."""
+    counts: dict[str, int] = {}
+    for one in assignments:
+        counts[one.why] = counts.get(one.why, 0) + 1
+    return ", ".join(f"{n} by {why}" for why, n in counts.items())
+
+
+Sample = Callable[[], Sequence[Run]]
+"""Makes the runs that the chooser needs, when it needs them."""
