@@ -6,7 +6,7 @@ initialised by name, the device and dtype set, FSDP2 applied, hooks installed. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +27,12 @@ from lightning_megapar.layers.collectives import TensorRanks
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.cut import StageCut, StagePlan, plan_stages
 from lightning_megapar.random_streams import RandomStreams, uses_dropout
+from lightning_megapar.sharding.alone import stand_alone
 from lightning_megapar.sharding.apply import shard_module
 from lightning_megapar.sharding.by_plan import apply_assignments
-from lightning_megapar.sharding.choice import choose_assignments
+from lightning_megapar.sharding.choice import PlanChoice, choose_plan
 from lightning_megapar.sharding.initialise import initialise_by_name
-from lightning_megapar.sharding.plan import Assignment
+from lightning_megapar.sharding.trial import Run
 from lightning_megapar.shards import IndexedTensor
 
 
@@ -47,7 +48,7 @@ class PreparedModule:
         zero: FSDP2 units, ``None`` for zero_stage 0.
         streams: layout-free random streams, ``None`` on a single rank.
         stages: canonical parameter name -> stages that hold it.
-        assignments: what a sharding plan says of the whole module's layers; empty without tensor ranks.
+        choice: how layers that are not ours are sharded over the tensor ranks.
     """
 
     layout: Layout
@@ -58,7 +59,7 @@ class PreparedModule:
     zero: ZeroUnits | None
     streams: RandomStreams | None
     stages: dict[str, tuple[int, ...]]
-    assignments: list[Assignment] = field(default_factory=list)
+    choice: PlanChoice = field(default_factory=PlanChoice)
 
 
 def prepare_module(
@@ -70,6 +71,7 @@ def prepare_module(
     seed: int,
     keep: Mapping[str, str] | None = None,
     convert: Callable[[nn.Module], nn.Module] = lambda m: m,
+    runs: Callable[[nn.Module], Sequence[Run] | None] = lambda m: None,
 ) -> PreparedModule:
     """Cut, shard and place ``module`` in place. All ranks call it with the same (whole) module.
 
@@ -80,12 +82,22 @@ def prepare_module(
         seed: of the initialisation of meta parameters that have no seed of their own.
         keep: the pipeline cut's placements where registration order guesses wrong.
         convert: the precision plugin's ``convert_module``.
+        runs: of the module's own step on a few samples, for the chooser of a sharding plan.
 
     Raises:
         ConfigError: what cannot be cut or sharded, naming the setting and the nearest valid values.
     """
     names = ModuleNames.record(module)
-    assignments = choose_assignments(module, config.sharding_plan, mesh.size("tensor"))
+    choice = choose_plan(
+        module,
+        config.sharding_plan,
+        mesh.size("tensor"),
+        runs=runs,
+        alone=lambda whole: stand_alone(whole, _stack_of(whole)),
+        share=_from_rank_zero,
+        is_first=mesh.rank == 0,
+    )
+    assignments = choice.assignments
     if assignments and config.sequence_parallel:
         raise ConfigError(
             "sequence_parallel=True needs a model built from lightning_megapar.layers; "
@@ -126,7 +138,23 @@ def prepare_module(
         cut.install_hooks()
     stages = _stages_of(module, names, mesh)
     parameters = collect_parameters(module, names, stages, partial_parameter_names(module, names), sharded)
-    return PreparedModule(mesh.layout, names, parameters, plan, cut, zero, streams, stages, assignments)
+    return PreparedModule(mesh.layout, names, parameters, plan, cut, zero, streams, stages, choice)
+
+
+def _stack_of(module: nn.Module) -> str | None:
+    from lightning_megapar.pipeline.cut import find_stack
+
+    try:
+        return find_stack(module)[0]
+    except ConfigError:
+        return None
+
+
+def _from_rank_zero(value: Any) -> Any:
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def _blocks(module: nn.Module, plan: StagePlan | None) -> list[nn.Module]:

@@ -31,8 +31,10 @@ from lightning_megapar.limits import explained_optimizers, refuse_callbacks, ref
 from lightning_megapar.loaders import prepare_loader, same_on_all_ranks
 from lightning_megapar.mesh_strategy import MeshStrategy
 from lightning_megapar.prepare import PreparedModule, local_state, placed_state, prepare_module
-from lightning_megapar.random_streams import share_generators
+from lightning_megapar.random_streams import generators_kept, share_generators
+from lightning_megapar.sharding.alone import first_rows, runs_of_step
 from lightning_megapar.sharding.choice import given_plan, print_plan
+from lightning_megapar.sharding.trial import Run
 from lightning_megapar.shards import is_value
 from lightning_megapar.stage_metrics import connect_metrics
 from lightning_megapar.step import StepContractError, Stepper, StepResult
@@ -191,11 +193,12 @@ class MegaParStrategy(MeshStrategy):
                 seed=self.seed,
                 keep=self.pipeline_keep,
                 convert=self.precision_plugin.convert_module,
+                runs=lambda whole: self._trial_runs(trainer),
             )
             object.__setattr__(module, "_megapar_prepared", self._prepared)
             self._print_stages()
-            if self.prepared.assignments and self.is_global_zero:
-                print_plan(module, self.prepared.assignments)
+            if (self.prepared.choice.assignments or self.prepared.choice.notes) and self.is_global_zero:
+                print_plan(module, self.prepared.choice)
         elif earlier.layout != self.layout:
             raise ConfigError(
                 f"the module was already cut for {earlier.layout.describe()}; this trainer asks for "
@@ -223,6 +226,21 @@ class MegaParStrategy(MeshStrategy):
             self._refuse_foreign_optimizers()
             refuse_optimizers(self.optimizers, self.prepared)
         self.setup_precision_plugin()
+
+    def _trial_runs(self, trainer: Any) -> list[Run] | None:
+        """The module's own step on a few samples of the run's data; ``None`` where none can be taken."""
+        assert self.lightning_module is not None
+        if trainer.state.fn == TrainerFn.FITTING and not self.lightning_module.automatic_optimization:
+            return None  # its step would run optimizers
+        step, loop = {
+            TrainerFn.FITTING: ("training_step", trainer.fit_loop),
+            TrainerFn.VALIDATING: ("validation_step", trainer.validate_loop),
+            TrainerFn.TESTING: ("test_step", trainer.test_loop),
+            TrainerFn.PREDICTING: ("predict_step", trainer.predict_loop),
+        }[trainer.state.fn]
+        with generators_kept():
+            rows = first_rows(loop._data_source.dataloader())
+            return None if rows is None else runs_of_step(step, rows)
 
     def _make_stepper(self) -> Stepper:
         return Stepper(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,16 @@ from torch import nn
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.layers.base import ParallelLayer
-from lightning_megapar.sharding.plan import Assignment, ShardingPlan, resolve, starred
+from lightning_megapar.sharding.chooser import choose
+from lightning_megapar.sharding.names import starred
+from lightning_megapar.sharding.plan import Assignment, ShardingPlan, resolve
+from lightning_megapar.sharding.styles import is_linear
 from lightning_megapar.sharding.transformers_plan import transformers_plan
+from lightning_megapar.sharding.trial import Run
 from lightning_megapar.shards import own_shards
+
+LARGEST_TRIAL = 16e9
+"""Bytes of host memory that the copies of a trial may take, all ranks together."""
 
 
 def given_plan(setting: Any) -> ShardingPlan | None:
@@ -36,28 +43,89 @@ def given_plan(setting: Any) -> ShardingPlan | None:
     )
 
 
-def choose_assignments(module: nn.Module, setting: Any, size: int) -> list[Assignment]:
-    """What is sharded how; the same on every rank. First hit wins: the setting, the module's own, transformers'.
+@dataclass(frozen=True)
+class PlanChoice:
+    """What is sharded how, the same on every rank.
+
+    Args:
+        assignments: of the whole module.
+        notes: what was tried and stays whole, and why, for the terminal.
+    """
+
+    assignments: list[Assignment] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+
+
+def choose_plan(
+    module: nn.Module,
+    setting: Any,
+    size: int,
+    *,
+    runs: Callable[[nn.Module], Sequence[Run] | None],
+    alone: Callable[[nn.Module], nn.Module],
+    share: Callable[[Any], Any],
+    is_first: bool,
+) -> PlanChoice:
+    """First hit wins: the setting, the module's own plan, transformers' with the chooser for what it leaves.
 
     Args:
         module: whole, real or meta.
         setting: the strategy's ``sharding_plan``.
         size: tensor ranks; with one nothing is sharded.
+        runs: of the module's own step on a few samples, ``None`` where there are none; called on every rank.
+        alone: a copy of the module that can be run by itself.
+        share: gives every rank the first rank's object.
+        is_first: whether this is the rank that chooses.
 
     Raises:
         ConfigError: from a plan that somebody wrote: patterns that match nothing, styles that do not fit.
     """
     if size == 1:
-        return []
+        return PlanChoice()
     plan = given_plan(setting)
-    if plan is not None:
-        return resolve(plan, module, strict=True)
     own = getattr(module, "sharding_plan", None)
-    if callable(own):
-        mapping = own()
-        plan = ShardingPlan.from_mapping(mapping, f"{type(module).__name__}.sharding_plan()")
-        return resolve(plan, module, strict=True)
-    return resolve(transformers_plan(module), module, strict=False)
+    if plan is None and callable(own):
+        plan = ShardingPlan.from_mapping(own(), f"{type(module).__name__}.sharding_plan()")
+    if plan is not None:
+        return PlanChoice(resolve(plan, module, strict=True))
+    plan = transformers_plan(module)
+    if not plan.rules and not has_foreign_layers(module):
+        return PlanChoice()
+    trial = runs(module)
+    answer: tuple[ShardingPlan, tuple[str, ...]] | None = None
+    if is_first:
+        answer = _choose(module, plan, size, trial, alone)
+    plan, notes = share(answer)
+    return PlanChoice(resolve(plan, module, strict=False), notes)
+
+
+def has_foreign_layers(module: nn.Module) -> bool:
+    """Whether there is something for the chooser: linear layers or embeddings, and no parallel layer among them."""
+    children = list(module.modules())
+    if any(isinstance(child, ParallelLayer) for child in children):
+        return False
+    return any(is_linear(child) or isinstance(child, nn.Embedding) for child in children)
+
+
+def _choose(
+    module: nn.Module,
+    plan: ShardingPlan,
+    size: int,
+    runs: Sequence[Run] | None,
+    alone: Callable[[nn.Module], nn.Module],
+) -> tuple[ShardingPlan, tuple[str, ...]]:
+    if runs is None:
+        return plan, ("no samples could be taken beside the loader's own iteration: what no plan names stays whole",)
+    try:
+        twin = alone(module)
+        needed = sum(p.numel() for p in twin.parameters()) * 4 * (size + 2)
+        if needed > LARGEST_TRIAL:
+            return plan, (f"too large to try ({needed / 1e9:.0f} GB): what no plan names stays whole",)
+        choice = choose(twin, size, runs, planned=plan)
+    except ConfigError as error:
+        return plan, (f"{error}: what no plan names stays whole",)
+    notes = [f"{one.kind}: {one.how} ({one.reason})" for one in choice.found if one.how in ("whole", "dropped")]
+    return choice.plan, tuple(notes)
 
 
 @dataclass(frozen=True)
@@ -124,8 +192,8 @@ def plan_rows(module: nn.Module, assignments: list[Assignment]) -> list[PlanRow]
     return table
 
 
-def print_plan(module: nn.Module, assignments: list[Assignment]) -> None:
-    """The plan as a table on the terminal."""
+def print_plan(module: nn.Module, choice: PlanChoice) -> None:
+    """The plan as a table on the terminal, and what stays whole with the reason."""
     from rich.console import Console
     from rich.table import Table
 
@@ -133,6 +201,11 @@ def print_plan(module: nn.Module, assignments: list[Assignment]) -> None:
     for heading, justify in (("module", "left"), ("number", "right"), ("style", "left"), ("why", "left")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     table.add_column("parameters", justify="right")
-    for row in plan_rows(module, assignments):
+    for row in plan_rows(module, choice.assignments):
         table.add_row(row.module, str(row.count or ""), row.style, row.why, f"{row.share:.1%}")
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # names must not be cut in a log
+    console.print(table)
+    for note in choice.notes:
+        console.print(f"sharding: {note}", markup=False, highlight=False)

@@ -9,6 +9,7 @@ hypothesis fits stays whole on every rank, which is always right.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.parameters import ModuleNames
 from lightning_megapar.sharding.hypotheses import Hypothesis, expert_modules, of_embeddings, of_experts, of_pair
-from lightning_megapar.sharding.plan import Assignment, Rule, ShardingPlan, Style, resolve, starred
+from lightning_megapar.sharding.names import BlockNames
+from lightning_megapar.sharding.plan import Assignment, Rule, ShardingPlan, Style, resolve
 from lightning_megapar.sharding.styles import is_linear
 from lightning_megapar.sharding.survey import survey
 from lightning_megapar.sharding.trial import Run, Verdict, gradients_of, perturb, try_assignments
@@ -27,6 +29,10 @@ TOLERANCE = 1e-4
 """Largest difference of a gradient over its largest magnitude, in float32; a wrong layout is off by 1e-2 to 1."""
 SMALLEST_TABLE = 0.02
 """Share of all parameters below which an embedding stays whole: a look-up less is worth more than its rows."""
+LARGEST_DOUBLE = 50_000_000
+"""Parameters up to which trials are made in float64."""
+PATIENCE = 120.0
+"""Seconds after which what was not tried yet stays whole."""
 SMALLEST_LINEAR = 256
 """Elements below which a single linear layer stays whole."""
 
@@ -118,11 +124,12 @@ def choose(
     skip = {a.path for a in resolve(plan, bench.module, strict=False)} if plan.rules else set()
     seen = survey(bench.module, runs[0], skip)
     held = dict(bench.module.named_modules())
+    star = BlockNames(held).star
     candidates: list[tuple[str, Iterable[Hypothesis]]] = []
     for kind, pairs in seen.pairs.items():
         candidates.append((kind[0], of_pair(pairs[0], held, seen.arguments)))
-    for name, paths in expert_modules(bench.module, skip).items():
-        candidates.append((name, of_experts(paths[0], held[paths[0]])))
+    for name, paths in expert_modules(bench.module, skip, star).items():
+        candidates.append((name, of_experts(paths[0], held[paths[0]], star)))
     tables = list(of_embeddings(bench.module, seen, skip, SMALLEST_TABLE))
     tied = {pattern for _, hypothesis in tables for pattern in hypothesis.rules}
     for name, paths in seen.singles.items():
@@ -130,7 +137,11 @@ def choose(
         if name not in tied and is_linear(held[paths[0]]) and weight is not None and weight.numel() >= SMALLEST_LINEAR:
             candidates.append((name, [Hypothesis("gathered", {name: "colwise_gather_output"}, cost=2)]))
     candidates += [(name, [hypothesis]) for name, hypothesis in tables]
+    end = time.monotonic() + PATIENCE
     for kind_name, hypotheses in candidates:
+        if time.monotonic() > end:
+            found.append(Found(kind_name, "whole", 0, f"not tried: {PATIENCE:.0f} s were over"))
+            continue
         plan, one = _first_exact(bench, plan, kind_name, hypotheses)
         found.append(one)
     plan, verdict = _proven(bench, plan, found)
@@ -140,11 +151,16 @@ def choose(
 def _bench(module: nn.Module, size: int, runs: Sequence[Run], tolerance: float) -> _Bench:
     twin = copy.deepcopy(module)
     perturb(twin)
-    bench = _Bench(twin, size, runs, tolerance)
-    names = ModuleNames.record(twin)
+    small = sum(p.numel() for p in twin.parameters()) <= LARGEST_DOUBLE
+    bench = None
     try:
-        for run in runs:
-            bench.references.append(gradients_of(copy.deepcopy(twin), run, names))
+        # Rounding must not decide on which side of a kink a value falls.
+        if small:
+            bench = _references(copy.deepcopy(twin).double(), size, runs, tolerance)
+    except Exception:  # a forward that computes in float32 whatever it is given
+        pass
+    try:
+        bench = bench or _references(twin, size, runs, tolerance)
     except Exception as error:
         raise ConfigError(
             f"{type(module).__name__} cannot be run by itself, which the choice of a sharding needs "
@@ -154,6 +170,11 @@ def _bench(module: nn.Module, size: int, runs: Sequence[Run], tolerance: float) 
         if not torch.isfinite(loss):
             raise ConfigError(f"{type(module).__name__} has a loss of {float(loss)} with perturbed weights")
     return bench
+
+
+def _references(twin: nn.Module, size: int, runs: Sequence[Run], tolerance: float) -> _Bench:
+    names = ModuleNames.record(twin)
+    return _Bench(twin, size, runs, tolerance, [gradients_of(copy.deepcopy(twin), run, names) for run in runs])
 
 
 def _first_exact(
@@ -177,7 +198,8 @@ def _first_exact(
 
 def _with_addends(plan: ShardingPlan, verdict: Verdict, module: nn.Module) -> ShardingPlan:
     """Name what turned out to be used inside the sharded region."""
-    rules = dict.fromkeys(map(starred, verdict.partial))
+    star = BlockNames(dict(module.named_modules())).star
+    rules = dict.fromkeys(map(star, verdict.partial))
     known = {rule.pattern for rule in plan.rules}
     style = Style("replicated_with_grad_allreduce")
     return plan + ShardingPlan(tuple(Rule(n, style, "found by its gradient") for n in rules if n not in known))

@@ -9,7 +9,7 @@ the first that leaves every gradient exact.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -17,12 +17,15 @@ from typing import Any
 from torch import nn
 
 from lightning_megapar.layers.base import ParallelLayer
-from lightning_megapar.sharding.plan import starred
+from lightning_megapar.sharding.names import BlockNames
 from lightning_megapar.sharding.styles import is_linear, widths
 from lightning_megapar.sharding.survey import Pair, Survey, parent_of
 
 _HEAD_COUNT, _NO_COUNT = re.compile("head"), re.compile("dim|size|scal|group|mask|prune|idx|index")
 _HEAD_WIDTHS = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head", "kv_channels")
+
+
+Star = Callable[[str], str]
 
 
 @dataclass(frozen=True)
@@ -86,23 +89,24 @@ def of_pair(
     pair: Pair, held: dict[str, nn.Module], arguments: dict[str, list[tuple[int, ...]]]
 ) -> Iterator[Hypothesis]:
     """Cuts of a pair: its order inside, times attributes that the module divides by, times what is per head."""
+    star = BlockNames(held).star
     owner = _owner_of(pair, held)
     heads = owner.heads(pair.inner_width)
     unit = pair.inner_width // heads if heads else 1
-    orders = list(_orders(pair, owner, heads, unit))
+    orders = list(_orders(pair, owner, heads, unit, star))
     attributes = _attribute_sets(owner, pair.inner_width)
     per_head = [False]
     shapes = arguments.get(owner.path, [])
     if heads and any(len(s) >= 3 and (heads in s[:2] or (s[0] % heads == 0 and s[0] > heads)) for s in shapes):
         per_head = [True, False]
-    bare = _bare_parameters(pair, owner, held, heads)
+    bare = _bare_parameters(pair, owner, held, heads, star)
     extras = [bare, {}] if bare else [{}]
     for extra, (name, rules), cut_arguments, divided in product(extras, orders, per_head, attributes):
         rules = {**rules, **extra}
         own = [f"local_attributes:{','.join(divided)}"] if divided else []
         own += [f"local_arguments:heads={heads}"] if cut_arguments else []
         if own:
-            rules[starred(owner.path)] = " + ".join(own)
+            rules[star(owner.path)] = " + ".join(own)
         words = [
             name,
             *(["divides " + ",".join(divided)] if divided else []),
@@ -110,11 +114,11 @@ def of_pair(
         ]
         yield Hypothesis(", ".join(words), rules)
     if not pair.feeders:
-        gathered = {starred(n): "colwise_gather_output" for n in pair.columns}
-        yield Hypothesis("gathered", {**gathered, starred(pair.row): "rowwise_split_input"}, cost=1)
+        gathered = {star(n): "colwise_gather_output" for n in pair.columns}
+        yield Hypothesis("gathered", {**gathered, star(pair.row): "rowwise_split_input"}, cost=1)
 
 
-def _orders(pair: Pair, owner: _Owner, heads: int, unit: int) -> Iterator[tuple[str, dict[str, str]]]:
+def _orders(pair: Pair, owner: _Owner, heads: int, unit: int, star: Star) -> Iterator[tuple[str, dict[str, str]]]:
     """How the columns' outputs may be ordered."""
     inner = pair.inner_width
     fused = [n for n, out in zip(pair.columns, pair.outputs) if out > inner]
@@ -129,10 +133,10 @@ def _orders(pair: Pair, owner: _Owner, heads: int, unit: int) -> Iterator[tuple[
             if name in pair.inner:
                 style += "," if ":" in style else ":"
                 style += "inner"
-            found[starred(name)] = style
+            found[star(name)] = style
         for name in pair.feeders:
-            found[starred(name)] = "entered_output"
-        found[starred(pair.row)] = f"rowwise:unit={plain}" if plain > 1 else "rowwise"
+            found[star(name)] = "entered_output"
+        found[star(pair.row)] = f"rowwise:unit={plain}" if plain > 1 else "rowwise"
         return found
 
     if not fused:
@@ -166,7 +170,7 @@ def _attribute_sets(owner: _Owner, width: int) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(sets))
 
 
-def _bare_parameters(pair: Pair, owner: _Owner, held: dict[str, nn.Module], heads: int) -> dict[str, str]:
+def _bare_parameters(pair: Pair, owner: _Owner, held: dict[str, nn.Module], heads: int, star: Star) -> dict[str, str]:
     """Own parameters of the owner, of what runs in between, that are as wide as the heads or the cut width."""
     inner = pair.inner_width
     counts = {c for c in (heads, *owner.counts.values()) if c > 1}
@@ -182,19 +186,19 @@ def _bare_parameters(pair: Pair, owner: _Owner, held: dict[str, nn.Module], head
                 full = parameter.ndim == 1 and width in pair.outputs and width > inner
                 if width == inner or width in counts or full:
                     unit = inner // heads if heads and width == inner else 1
-                    rules[starred(f"{path}.{name}")] = f"split:dim={dim}" + (f",unit={unit}" if unit > 1 else "")
+                    rules[star(f"{path}.{name}")] = f"split:dim={dim}" + (f",unit={unit}" if unit > 1 else "")
                     break
     return rules
 
 
-def of_experts(path: str, module: nn.Module) -> Iterator[Hypothesis]:
+def of_experts(path: str, module: nn.Module, star: Star) -> Iterator[Hypothesis]:
     """Cuts of a module with its experts in parameters of three dimensions, by their inner width."""
     three = {n: p for n, p in module._parameters.items() if p is not None and p.ndim == 3}
     last = next((n for n in three if "down" in n or "output" in n or n == "w2"), list(three)[-1])
     first = [n for n in three if n != last]
     others = {n: p for n, p in module._parameters.items() if p is not None and p.ndim == 2}
     once = [n for n in others if n.startswith(last)]
-    where = starred(path)
+    where = star(path)
     for row_dim, column_dim in product((2, 1), (1, 2)):
         width = three[last].shape[row_dim]
         if any(three[n].shape[column_dim] % width for n in first):
@@ -213,13 +217,13 @@ def of_experts(path: str, module: nn.Module) -> Iterator[Hypothesis]:
             yield Hypothesis("experts, " + ("parts one after the other" if packed else "inner width"), rules)
 
 
-def expert_modules(module: nn.Module, skip: set[str]) -> dict[str, list[str]]:
+def expert_modules(module: nn.Module, skip: set[str], star: Star) -> dict[str, list[str]]:
     """Starred name -> modules that hold two or more parameters of three dimensions with one first size."""
     found: dict[str, list[str]] = {}
     for path, child in module.named_modules():
         firsts = [p.shape[0] for p in child._parameters.values() if p is not None and p.ndim == 3]
         if path not in skip and len(firsts) >= 2 and len(set(firsts)) == 1:
-            found.setdefault(starred(path), []).append(path)
+            found.setdefault(star(path), []).append(path)
     return found
 
 
@@ -232,6 +236,7 @@ def of_embeddings(module: nn.Module, seen: Survey, skip: set[str], smallest: flo
         skip: names that a plan has dealt with.
         smallest: share of all parameters below which a table stays whole.
     """
+    star = BlockNames(dict(module.named_modules())).star
     total = sum(p.numel() for p in module.parameters())
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for path, child in module.named_modules():
@@ -247,20 +252,20 @@ def of_embeddings(module: nn.Module, seen: Survey, skip: set[str], smallest: flo
         rules = {}
         for path, child in tied:
             if isinstance(child, nn.Embedding):
-                rules[starred(path)] = "embedding_rowwise"
+                rules[star(path)] = "embedding_rowwise"
             elif is_linear(child) and widths(child)[1] == tables[0][1].num_embeddings:
-                rules[starred(path)] = "colwise_gather_output"
-        if len(rules) == len({starred(p) for p, _ in tied}):
-            rules.update(_tied_biases(module, [child for _, child in tied if is_linear(child)]))
-            yield starred(tables[0][0]), Hypothesis("vocabulary", rules)
+                rules[star(path)] = "colwise_gather_output"
+        if len(rules) == len({star(p) for p, _ in tied}):
+            rules.update(_tied_biases(module, star, [child for _, child in tied if is_linear(child)]))
+            yield star(tables[0][0]), Hypothesis("vocabulary", rules)
 
 
-def _tied_biases(module: nn.Module, heads: list[nn.Module]) -> dict[str, str]:
+def _tied_biases(module: nn.Module, star: Star, heads: list[nn.Module]) -> dict[str, str]:
     """Other owners of a head's bias (BERT's predictions own the one of their decoder): cut alike."""
     biases = {id(head._parameters["bias"]) for head in heads if head._parameters.get("bias") is not None}
     rules = {}
     for path, child in module.named_modules():
         for name, parameter in child._parameters.items():
             if parameter is not None and id(parameter) in biases and not is_linear(child):
-                rules[starred(f"{path}.{name}")] = "split:dim=0"
+                rules[star(f"{path}.{name}")] = "split:dim=0"
     return rules

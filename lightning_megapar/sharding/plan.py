@@ -291,12 +291,9 @@ def resolve(plan: ShardingPlan, module: nn.Module, *, strict: bool) -> list[Assi
     return found
 
 
-def starred(name: str) -> str:
-    """A dotted name with its numbers replaced by ``*``."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-
-
 def _matches_nothing(pattern: str, names: Iterable[str]) -> str:
+    from lightning_megapar.sharding.names import starred
+
     known = dict.fromkeys(starred(name) for name in names)
     length = pattern.count(".") + 1
     near = nearest_name(pattern, {".".join(name.split(".")[-length:]) for name in known})

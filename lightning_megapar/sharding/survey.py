@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_megapar.layers.base import ParallelLayer
-from lightning_megapar.sharding.plan import starred
+from lightning_megapar.sharding.names import BlockNames
 from lightning_megapar.sharding.styles import is_linear, widths
 
 
@@ -39,11 +38,6 @@ class Pair:
     feeders: tuple[str, ...] = ()
     inner: frozenset[str] = frozenset()
     between: tuple[str, ...] = ()
-
-    @property
-    def kind(self) -> tuple[str, ...]:
-        """The same for pairs of other blocks."""
-        return (*map(starred, self.columns), starred(self.row))
 
     @property
     def members(self) -> set[str]:
@@ -95,8 +89,7 @@ def survey(module: nn.Module, run: Callable[[nn.Module], Any], skip: set[str]) -
     for name, child in module.named_modules():
         handles.append(child.register_forward_pre_hook(watch(name), with_kwargs=True))
     try:
-        with torch.no_grad():
-            run(module)
+        run(module)  # with gradients: without, torch's encoder layers take a path that calls none of their modules
     finally:
         for handle in handles:
             handle.remove()
@@ -112,13 +105,15 @@ def survey(module: nn.Module, run: Callable[[nn.Module], Any], skip: set[str]) -
     names_between = [name for name, _ in calls]
     pairs = [p for p in _neighbours(order, width, names_between, held) if not p.members & taken] + pairs
     taken = set().union(*(p.members for p in pairs)) if pairs else set()
+    star = BlockNames(held).star
     kinds: dict[tuple[str, ...], list[Pair]] = {}
     for pair in pairs:
-        kinds.setdefault(pair.kind, []).append(pair)
+        # The same for pairs of other blocks.
+        kinds.setdefault((*map(star, pair.columns), star(pair.row)), []).append(pair)
     singles: dict[str, list[str]] = {}
     for _, name, _ in order:
-        if name not in taken and name not in singles.setdefault(starred(name), []):
-            singles[starred(name)].append(name)
+        if name not in taken and name not in singles.setdefault(star(name), []):
+            singles[star(name)].append(name)
     return Survey(kinds, singles, arguments, frozenset(called))
 
 

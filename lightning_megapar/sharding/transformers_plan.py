@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_megapar.sharding.plan import STYLES, ShardingPlan, starred
+from lightning_megapar.sharding.names import starred
+from lightning_megapar.sharding.plan import STYLES, ShardingPlan
 
 CORRECTIONS: dict[str, dict[str, str]] = {
     "doge": {
