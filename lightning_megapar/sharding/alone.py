@@ -126,8 +126,7 @@ def _run_of(step: str, batch: Any) -> Run:
             object.__setattr__(module, "log", lambda name, value, *a, **k: logged.append(value))
             object.__setattr__(module, "log_dict", lambda values, *a, **k: logged.extend(dict(values).values()))
         torch.manual_seed(0)
-        with no_collectives():
-            output = getattr(module, step)(tree_map(fitted, batch), 0)
+        output = getattr(module, step)(tree_map(fitted, batch), 0)
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
             return loss
@@ -141,7 +140,7 @@ def _run_of(step: str, batch: Any) -> Run:
 
 @contextmanager
 def no_collectives() -> Iterator[None]:
-    """Refuse torch.distributed's collectives: the other ranks do not run this."""
+    """Refuse torch.distributed's collectives: the other ranks do not run this. Not to be entered by several threads."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("the step makes a collective of its own, which a trial on one rank cannot")

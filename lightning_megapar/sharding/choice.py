@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.layers.base import ParallelLayer
+from lightning_megapar.sharding.alone import no_collectives
 from lightning_megapar.sharding.chooser import choose
 from lightning_megapar.sharding.names import starred
 from lightning_megapar.sharding.plan import Assignment, ShardingPlan, resolve
@@ -121,7 +122,8 @@ def _choose(
         needed = sum(p.numel() for p in twin.parameters()) * 4 * (size + 2)
         if needed > LARGEST_TRIAL:
             return plan, (f"too large to try ({needed / 1e9:.0f} GB): what no plan names stays whole",)
-        choice = choose(twin, size, runs, planned=plan)
+        with no_collectives():
+            choice = choose(twin, size, runs, planned=plan)
     except ConfigError as error:
         return plan, (f"{error}: what no plan names stays whole",)
     notes = [f"{one.kind}: {one.how} ({one.reason})" for one in choice.found if one.how in ("whole", "dropped")]

@@ -27,7 +27,7 @@ def test_tensor_parallel(pool: RankPool, kind: str) -> None:
     results = pool.run(somebody.train, 2, kind, 2, TENSOR, mode="trainer")
     expected = plain(pool, kind)
     parity.compare(results[0], expected, 1e-9)
-    assert results[0]["styles"]
+    assert results[0]["styles"] or CUT[kind] == 1.0
     assert results[0]["local"] <= CUT[kind] * expected["local"]
 
 
