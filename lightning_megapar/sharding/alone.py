@@ -7,7 +7,7 @@ that the step wants to make is refused: a trial runs on one rank.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -173,7 +173,8 @@ def first_rows(loader: Any, count: int = 4) -> Any:
     if isinstance(loader, dict):
         found = {key: first_rows(one, count) for key, one in loader.items()}
         return None if any(one is None for one in found.values()) else found
-    if isinstance(loader, Sequence) and len(loader):
+    is_sequence = hasattr(loader, "__getitem__") and hasattr(loader, "__len__") and not hasattr(loader, "__next__")
+    if is_sequence and len(loader):
         if all(hasattr(one, "__iter__") and not isinstance(one, (Tensor, dict, tuple, list)) for one in loader):
             found_list = [first_rows(one, count) for one in loader]
             return None if any(one is None for one in found_list) else found_list

@@ -225,4 +225,8 @@ def train(kind: str, world: int, options: dict[str, Any] | None, steps: int = 2)
     }
 
 
-__all__ = ["MODULES", "Rows", "parity", "train"]
+def loader() -> DataLoader[dict[str, Tensor]]:
+    return DataLoader(Rows(), batch_size=8)
+
+
+__all__ = ["MODULES", "Rows", "loader", "parity", "train"]
