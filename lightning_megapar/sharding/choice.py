@@ -13,7 +13,7 @@ from lightning_megapar.config import ConfigError
 from lightning_megapar.layers.base import ParallelLayer
 from lightning_megapar.sharding.alone import no_collectives
 from lightning_megapar.sharding.chooser import choose
-from lightning_megapar.sharding.names import starred
+from lightning_megapar.sharding.names import BlockNames
 from lightning_megapar.sharding.plan import Assignment, ShardingPlan, resolve
 from lightning_megapar.sharding.styles import is_linear
 from lightning_megapar.sharding.transformers_plan import transformers_plan
@@ -177,10 +177,11 @@ def plan_rows(module: nn.Module, assignments: list[Assignment]) -> list[PlanRow]
                 if isinstance(child, ParallelLayer):
                     cut += numel
             total += numel
+    star = BlockNames(held).star
     rows: dict[tuple[str, str], list[Assignment]] = {}
     for one in assignments:
         if isinstance(held.get(one.path), one.kind):
-            rows.setdefault((starred(one.name), str(one.style)), []).append(one)
+            rows.setdefault((star(one.name), str(one.style)), []).append(one)
     table = []
     for (name, style), same in rows.items():
         numel = sum(

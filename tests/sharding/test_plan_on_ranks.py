@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import parity
@@ -76,7 +77,10 @@ def train(kind: str, settings: dict[str, Any], world: int, options: dict[str, An
         enable_model_summary=False,
         default_root_dir="/tmp/megapar-plan",
     )
-    trainer.fit(module, DataLoader(parity.Tokens(48, LENGTH, VOCABULARY), batch_size=8 // data))
+    loader = DataLoader(parity.Tokens(48, LENGTH, VOCABULARY), batch_size=8 // data)
+    trainer.fit(module, loader, ckpt_path=more.get("resume"))
+    if "save" in more:
+        trainer.save_checkpoint(more["save"])
     return {
         "losses": module.seen,
         "norms": record.norms,
@@ -133,3 +137,22 @@ def test_gradients_that_a_plan_forgot_are_summed(pool: RankPool) -> None:
     options = {"tensor_parallel_size": 2, "sharding_plan": plan}
     results = pool.run(train, 2, "Qwen3", settings, 2, options, mode="trainer")
     parity.compare(results[0], reference("Qwen3", settings), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["tp2", pytest.param("tp2_pp2", marks=pytest.mark.slow), pytest.param("dp2_tp2_zero1", marks=pytest.mark.slow)],
+)
+def test_a_checkpoint_goes_on_on_another_layout(pool: RankPool, tmp_path: Path, layout: str) -> None:
+    world, options = LAYOUTS[layout]
+    path = str(tmp_path / "two.ckpt")
+    pool.run(train, world, "Llama", LLAMA, world, options, mode="trainer", steps=2, save=path, optimizer="adamw")
+    expected = reference("Llama", LLAMA, "adamw", steps=4)
+    for other in ("single", "tp4_shared_heads", "tp2_pp2"):
+        ranks, settings = (1, {}) if other == "single" else LAYOUTS[other]
+        found = pool.run(
+            train, ranks, "Llama", LLAMA, ranks, settings, mode="trainer", steps=4, resume=path, optimizer="adamw"
+        )[0]
+        assert len(found["losses"]) == 2
+        for ours, theirs in zip(found["losses"], expected["losses"][2:]):
+            assert abs(ours - theirs) < 1e-6 * abs(theirs), (other, found["losses"], expected["losses"])
