@@ -27,7 +27,12 @@ from lightning_megapar.data.sampler import ResumableSampler
 from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm
 from lightning_megapar.launch import shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
-from lightning_megapar.limits import explained_optimizers, refuse_callbacks, refuse_optimizers
+from lightning_megapar.limits import (
+    optimizers_may_be_empty,
+    refuse_callbacks,
+    refuse_empty_optimizers,
+    refuse_optimizers,
+)
 from lightning_megapar.loaders import prepare_loader, same_on_all_ranks
 from lightning_megapar.mesh_strategy import MeshStrategy
 from lightning_megapar.prepare import PreparedModule, local_state, placed_state, prepare_module
@@ -218,8 +223,9 @@ class MegaParStrategy(MeshStrategy):
             self._reset_optimizers_and_schedulers()
             if self.prepared.zero is not None:
                 self.prepared.zero.reshard()  # an earlier validation has gathered them
-            with explained_optimizers(self.prepared):
+            with optimizers_may_be_empty(self.prepared):
                 self.setup_optimizers(trainer)
+            refuse_empty_optimizers(self.optimizers, self.prepared)
             self._refuse_foreign_optimizers()
             refuse_optimizers(self.optimizers, self.prepared)
         self.setup_precision_plugin()

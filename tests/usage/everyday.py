@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from pool import RankPool
@@ -127,7 +128,12 @@ def gradients(trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
     if not hasattr(strategy, "prepared"):
         return {n: p.grad.detach().clone() for n, p in module.named_parameters() if p.grad is not None}
     held = {r.name: r.parameter.grad.detach() for r in strategy.prepared.parameters if r.parameter.grad is not None}
-    return gather_full_state_dict(list(strategy.prepared.names.parameters), held)
+    # Frozen parameters have none, on any rank.
+    everyone: list[Any] = [list(held)] * strategy.layout.world_size
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, list(held))
+    anywhere = {name for names in everyone for name in names}
+    return gather_full_state_dict([n for n in strategy.prepared.names.parameters if n in anywhere], held)
 
 
 class Watch(Callback):

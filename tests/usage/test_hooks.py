@@ -1,4 +1,4 @@
-"""Every hook of modules, callbacks and data modules runs in plain Lightning's order, with plain Lightning's arguments."""
+"""Every hook of modules, callbacks and data modules runs in plain Lightning's order, with the same arguments."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
 MODULE_HOOKS = sorted(
-    {name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name, _ in inspect.getmembers(kind, inspect.isfunction)}
-    - {name for name in dir(DataHooks) if name.endswith("dataloader") or name.startswith("_")}
+    {name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name in dir(kind) if not name.startswith("_")}
+    - {name for name in dir(DataHooks) if name.endswith("dataloader")}
     - {"configure_sharded_model"}
     | {"backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"}
     | {"configure_optimizers", "configure_callbacks"}
