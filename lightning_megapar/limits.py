@@ -104,7 +104,7 @@ def optimizers_may_be_empty(prepared: PreparedModule) -> Iterator[None]:
         given = params if isinstance(params, torch.Tensor) else list(params)
         kept(optimizer, given if isinstance(given, torch.Tensor) or given else [{"params": []}], defaults)
 
-    torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]
+    torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
