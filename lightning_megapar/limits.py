@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.parameters import LogicalParameter
 from lightning_megapar.prepare import PreparedModule
+from lightning_megapar.trees import in_any_tree
 
 
 def why_split(prepared: PreparedModule) -> str | None:
@@ -36,16 +37,11 @@ def refuse_callbacks(callbacks: Iterable[Any], prepared: PreparedModule) -> None
     Raises:
         ConfigError: naming the callback and the setting.
     """
-    from lightning.pytorch.callbacks import (
-        BaseFinetuning,
-        OnExceptionCheckpoint,
-        StochasticWeightAveraging,
-        WeightAveraging,
-    )
-
     setting = why_split(prepared)
     for callback in callbacks if prepared.layout.world_size > 1 else ():
-        if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
+        if isinstance(callback, in_any_tree("callbacks", "OnExceptionCheckpoint")) or getattr(
+            callback, "save_on_exception", False
+        ):
             raise ConfigError(
                 f"{type(callback).__name__} saves when a rank fails, but a checkpoint needs all "
                 f"{prepared.layout.world_size} ranks; use ModelCheckpoint(every_n_train_steps=...) without "
@@ -55,12 +51,12 @@ def refuse_callbacks(callbacks: Iterable[Any], prepared: PreparedModule) -> None
         return
     for callback in callbacks:
         name = type(callback).__name__
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+        if isinstance(callback, in_any_tree("callbacks", "StochasticWeightAveraging", "WeightAveraging")):
             raise ConfigError(
                 f"{name} averages copies of the whole module, of which a rank holds only a part under {setting}; "
                 "use data parallelism with zero_stage=0, or remove the callback"
             )
-        if isinstance(callback, BaseFinetuning) and not setting.startswith("pipeline"):
+        if isinstance(callback, in_any_tree("callbacks", "BaseFinetuning")) and not setting.startswith("pipeline"):
             raise ConfigError(
                 f"{name} compares parameters with those in the optimizer, which are sharded under {setting}; give all "
                 "parameters to the optimizer and switch requires_grad in a callback of your own, with zero_stage=0"

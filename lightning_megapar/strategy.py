@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
-from lightning.pytorch.plugins import MixedPrecision, Precision
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -42,6 +40,7 @@ from lightning_megapar.shards import is_value
 from lightning_megapar.stage_metrics import connect_metrics
 from lightning_megapar.step import StepContractError, Stepper, StepResult
 from lightning_megapar.step_log import replay
+from lightning_megapar.trees import PREFIXES, in_any_tree, of_tree, register_strategy, tree_of
 
 
 class MegaParStrategy(MeshStrategy):
@@ -151,7 +150,7 @@ class MegaParStrategy(MeshStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if isinstance(plugin, MixedPrecision) and getattr(plugin, "scaler", None) is not None:
+        if getattr(plugin, "scaler", None) is not None:
             raise ConfigError(
                 "precision='16-mixed' is not available yet; valid values: 32-true, bf16-mixed, bf16-true, 64-true"
             )
@@ -347,9 +346,7 @@ class MegaParStrategy(MeshStrategy):
         trainer: Any = self.lightning_module.trainer
         owners = (self.lightning_module, *trainer.callbacks) if self.layout.pipeline > 1 else ()
         return any(
-            not str(getattr(getattr(owner, hook, None), "__module__", "")).startswith(
-                ("lightning.", "lightning_megapar.")
-            )
+            not str(getattr(getattr(owner, hook, None), "__module__", "")).startswith((*PREFIXES, "lightning_megapar."))
             for owner in owners
         )
 
@@ -415,12 +412,28 @@ class MegaParStrategy(MeshStrategy):
         module = self.lightning_module
         assert module is not None
         manual = not module.automatic_optimization and self.layout.world_size > 1
-        if manual and closure is do_nothing_closure and not self._reduced:
+        nothing = of_tree(tree_of(module), "core.optimizer", "do_nothing_closure")
+        if manual and closure is nothing and not self._reduced:
             raise StepContractError(
                 f"{type(module).__name__}.training_step steps an optimizer without self.manual_backward(loss): the "
                 "gradients of loss.backward() are not averaged over the ranks; call self.manual_backward(loss)"
             )
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        return self.precision_plugin.optimizer_step(optimizer, model=model or module, closure=closure, **kwargs)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        wrapper = of_tree(tree_of(self.lightning_module), "core.optimizer", "LightningOptimizer")
+        self._optimizers = optimizers
+        self._lightning_optimizers = [wrapper._to_lightning_optimizer(one, self) for one in optimizers]
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        module = self.lightning_module
+        configure = of_tree(tree_of(module), "core.optimizer", "_init_optimizers_and_lr_schedulers")
+        self.optimizers, self.lr_scheduler_configs = configure(module)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -440,8 +453,7 @@ class MegaParStrategy(MeshStrategy):
         """Stands in for ``Precision.clip_gradients``: the same rule on the global norm."""
         if not clip_val or clip_val <= 0:
             return
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
+        optimizer = _unwrapped(optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = [p for p in self.stepper.parameters if id(p.parameter) in held]
         if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
@@ -482,9 +494,7 @@ class MegaParStrategy(MeshStrategy):
         return local_state(self.lightning_module, self.prepared.names)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        return named_optimizer_state(optimizer, self.prepared.parameters)
+        return named_optimizer_state(_unwrapped(optimizer), self.prepared.parameters)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing: :meth:`load_checkpoint` has filled the module."""
@@ -576,8 +586,10 @@ def argument_names() -> tuple[str, ...]:
 
 
 def register() -> None:
-    """Register ``"megapar"`` with Lightning; calling it again changes nothing."""
-    if "megapar" not in StrategyRegistry.available_strategies():
-        StrategyRegistry.register(
-            "megapar", MegaParStrategy, description="tensor, sequence, pipeline and data parallelism"
-        )
+    """Register ``"megapar"`` with Lightning, under both of its names; calling it again changes nothing."""
+    register_strategy("megapar", MegaParStrategy, "tensor, sequence, pipeline and data parallelism")
+
+
+def _unwrapped(optimizer: Any) -> Optimizer:
+    wrapped = isinstance(optimizer, in_any_tree("core.optimizer", "LightningOptimizer"))
+    return optimizer._optimizer if wrapped else optimizer  # type: ignore[no-any-return]
