@@ -51,10 +51,11 @@ def refuse_callbacks(callbacks: Iterable[Any], prepared: PreparedModule) -> None
         return
     for callback in callbacks:
         name = type(callback).__name__
-        if isinstance(callback, in_any_tree("callbacks", "StochasticWeightAveraging", "WeightAveraging")):
+        if isinstance(callback, in_any_tree("callbacks", "StochasticWeightAveraging")):
             raise ConfigError(
                 f"{name} averages copies of the whole module, of which a rank holds only a part under {setting}; "
-                "use data parallelism with zero_stage=0, or remove the callback"
+                "use Lightning's WeightAveraging or EMAWeightAveraging, which work on parts, or zero_stage=0 on data "
+                "ranks only"
             )
         if isinstance(callback, in_any_tree("callbacks", "BaseFinetuning")) and not setting.startswith("pipeline"):
             raise ConfigError(

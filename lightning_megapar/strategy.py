@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_megapar.averaging import average_shares, averaging_callbacks, defer_copies, own_names
 from lightning_megapar.batches import batch_size_of
 from lightning_megapar.checkpoint import gather_full_state_dict, is_sharded_checkpoint, remove_sharded
 from lightning_megapar.checkpoint.training import DataPosition, load_training, save_training
-from lightning_megapar.checkpoint.training_state import named_optimizer_state
+from lightning_megapar.checkpoint.training_state import CURRENT, named_optimizer_state
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.data.sampler import ResumableSampler
 from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm
@@ -107,6 +108,7 @@ class MegaParStrategy(MeshStrategy):
         self._prepared: PreparedModule | None = None
         self._stepper: Stepper | None = None
         self._metrics: dict[str, Metric] = {}
+        self._averaging: list[Any] = []
         self._leave_requested = False
         self._accumulating = False
         self._reduced = False  # manual optimization: a backward of this step has averaged its gradients
@@ -165,6 +167,9 @@ class MegaParStrategy(MeshStrategy):
         self._refuse_module(module)
         super().setup_environment()
         module._device_mesh = self.mesh.device_mesh
+        trainer: Any = module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            defer_copies(averaging_callbacks(trainer.callbacks), module, self.model_sharded_context)
         # Lightning would shuffle a training loader that says shuffle=False; prepare_loader injects the sampler.
         connector = module.trainer._accelerator_connector
         if connector.use_distributed_sampler:
@@ -222,6 +227,8 @@ class MegaParStrategy(MeshStrategy):
             self._reset_optimizers_and_schedulers()
             if self.prepared.zero is not None:
                 self.prepared.zero.reshard()  # an earlier validation has gathered them
+            self._averaging = averaging_callbacks(trainer.callbacks)
+            average_shares(self._averaging, module, self.prepared, self.root_device)
             with optimizers_may_be_empty(self.prepared):
                 self.setup_optimizers(trainer)
             refuse_empty_optimizers(self.optimizers, self.prepared)
@@ -371,6 +378,8 @@ class MegaParStrategy(MeshStrategy):
             nominal=getattr(getattr(trainer, loaders), "batch_size", None),
         )
         self._after_step(result)
+        if self._averaging and self.prepared.zero is not None:
+            self.prepared.zero.reshard()  # weights are swapped after the validation, and they are the shards
         return result.output
 
     def _after_step(self, result: StepResult) -> None:
@@ -536,6 +545,8 @@ class MegaParStrategy(MeshStrategy):
             )
         if position is not None:
             self._position = self._resumed = position
+        if CURRENT in rest:
+            rest[CURRENT] = own_names(rest[CURRENT], self.lightning_module, self.prepared.names)
         return rest
 
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -214,11 +214,13 @@ def fit(
 
 def agree(results: list[dict[str, Any]], expected: dict[str, Any], tolerance: float = 1e-9) -> None:
     """Rank 0 has what plain Lightning has; every rank saw the same."""
-    assert differences(results[0], expected, tolerance=tolerance) == []
+    found = differences(results[0], expected, tolerance=tolerance)
+    assert not found, found[:8]
     for rank, other in enumerate(results[1:], 1):
         mine = {k: v for k, v in results[0].items() if k != "of_rank_0"}
         theirs = {k: v for k, v in other.items() if k != "of_rank_0"}
-        assert differences(theirs, mine, f"rank {rank}", tolerance) == []
+        found = differences(theirs, mine, f"rank {rank}", tolerance)
+        assert not found, found[:8]
 
 
 def compare(pool: RankPool, run: Callable[..., dict[str, Any]], layout: str, *args: Any, **kwargs: Any) -> dict:
