@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from lightning_megapar.averaging import average_shares, averaging_callbacks, defer_copies, own_names
 from lightning_megapar.batches import batch_size_of
+from lightning_megapar.carried_optimizers import OriginalParameters, carry_over
 from lightning_megapar.checkpoint import gather_full_state_dict, is_sharded_checkpoint, remove_sharded
 from lightning_megapar.checkpoint.training import DataPosition, load_training, save_training
 from lightning_megapar.checkpoint.training_state import CURRENT, named_optimizer_state
@@ -109,6 +110,7 @@ class MegaParStrategy(MeshStrategy):
         self._stepper: Stepper | None = None
         self._metrics: dict[str, Metric] = {}
         self._averaging: list[Any] = []
+        self._originals: OriginalParameters | None = None
         self._leave_requested = False
         self._accumulating = False
         self._reduced = False  # manual optimization: a backward of this step has averaged its gradients
@@ -192,6 +194,7 @@ class MegaParStrategy(MeshStrategy):
         module = self.lightning_module
         earlier = vars(module).get("_megapar_prepared")
         if earlier is None:
+            self._originals = OriginalParameters(module)
             self._prepared = prepare_module(
                 module,
                 self.mesh,
@@ -231,8 +234,8 @@ class MegaParStrategy(MeshStrategy):
             average_shares(self._averaging, module, self.prepared, self.root_device)
             with optimizers_may_be_empty(self.prepared):
                 self.setup_optimizers(trainer)
+            carry_over(self.optimizers, self._originals, self.prepared.parameters)
             refuse_empty_optimizers(self.optimizers, self.prepared)
-            self._refuse_foreign_optimizers()
             refuse_optimizers(self.optimizers, self.prepared)
         self.setup_precision_plugin()
 
@@ -249,15 +252,6 @@ class MegaParStrategy(MeshStrategy):
             streams=self.prepared.streams,
             forward_context=self.precision_plugin.forward_context,
         )
-
-    def _refuse_foreign_optimizers(self) -> None:
-        held = {id(record.parameter) for record in self.prepared.parameters}
-        for optimizer in self.optimizers:
-            if any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
-                raise ConfigError(
-                    "configure_optimizers returned an optimizer over tensors that are not the module's parameters "
-                    "(it was built before the module was sharded?); build it inside configure_optimizers"
-                )
 
     def _print_stages(self) -> None:
         plan = self.prepared.plan

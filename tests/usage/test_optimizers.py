@@ -46,8 +46,23 @@ class NamedParameters(Net):
         return torch.optim.AdamW(self.named_parameters(), lr=3e-3)
 
 
+class Early(Net):
+    """Builds its optimizer with its layers, before anything is sharded, as LightningCLI does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        body = [(n, p) for n, p in self.named_parameters() if not n.startswith("head")]
+        head = [(n, p) for n, p in self.named_parameters() if n.startswith("head")]
+        groups = [{"params": body}, {"params": head, "lr": 1e-2}]
+        self.early = torch.optim.AdamW(groups, lr=3e-3)  # type: ignore[arg-type]
+        self.schedule = lr_scheduler.StepLR(self.early, 3, 0.5)
+
+    def configure_optimizers(self) -> Any:
+        return [self.early], [{"scheduler": self.schedule, "interval": "step"}]
+
+
 @pytest.mark.parametrize("layout", BOTH)
-@pytest.mark.parametrize("module", [Groups, SgdGroups, NamedParameters], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [Groups, SgdGroups, NamedParameters, Early], ids=lambda m: m.__name__)
 def test_groups_by_name(pool: RankPool, layout: str, module: type[Net]) -> None:
     expected = everyday.compare(pool, everyday.fit, layout, module, gradient_clip_val=0.3)
     if module is Groups:
