@@ -10,24 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
-from lightning.pytorch.plugins import MixedPrecision, Precision
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_megapar.averaging import average_shares, averaging_callbacks, defer_copies, own_names
 from lightning_megapar.batches import batch_size_of
+from lightning_megapar.carried_optimizers import OriginalParameters, carry_over
 from lightning_megapar.checkpoint import gather_full_state_dict, is_sharded_checkpoint, remove_sharded
 from lightning_megapar.checkpoint.training import DataPosition, load_training, save_training
-from lightning_megapar.checkpoint.training_state import named_optimizer_state
+from lightning_megapar.checkpoint.training_state import CURRENT, named_optimizer_state
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.data.sampler import ResumableSampler
 from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm
 from lightning_megapar.launch import shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
-from lightning_megapar.limits import explained_optimizers, refuse_callbacks, refuse_optimizers
+from lightning_megapar.limits import (
+    optimizers_may_be_empty,
+    refuse_callbacks,
+    refuse_empty_optimizers,
+    refuse_optimizers,
+)
 from lightning_megapar.loaders import prepare_loader, same_on_all_ranks
 from lightning_megapar.mesh_strategy import MeshStrategy
 from lightning_megapar.prepare import PreparedModule, local_state, placed_state, prepare_module
@@ -39,6 +44,7 @@ from lightning_megapar.shards import is_value
 from lightning_megapar.stage_metrics import connect_metrics
 from lightning_megapar.step import StepContractError, Stepper, StepResult
 from lightning_megapar.step_log import replay
+from lightning_megapar.trees import PREFIXES, in_any_tree, of_tree, register_strategy, tree_of
 
 
 class MegaParStrategy(MeshStrategy):
@@ -105,6 +111,8 @@ class MegaParStrategy(MeshStrategy):
         self._prepared: PreparedModule | None = None
         self._stepper: Stepper | None = None
         self._metrics: dict[str, Metric] = {}
+        self._averaging: list[Any] = []
+        self._originals: OriginalParameters | None = None
         self._leave_requested = False
         self._accumulating = False
         self._reduced = False  # manual optimization: a backward of this step has averaged its gradients
@@ -148,7 +156,7 @@ class MegaParStrategy(MeshStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if isinstance(plugin, MixedPrecision) and getattr(plugin, "scaler", None) is not None:
+        if getattr(plugin, "scaler", None) is not None:
             raise ConfigError(
                 "precision='16-mixed' is not available yet; valid values: 32-true, bf16-mixed, bf16-true, 64-true"
             )
@@ -163,6 +171,9 @@ class MegaParStrategy(MeshStrategy):
         self._refuse_module(module)
         super().setup_environment()
         module._device_mesh = self.mesh.device_mesh
+        trainer: Any = module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            defer_copies(averaging_callbacks(trainer.callbacks), module, self.model_sharded_context)
         # Lightning would shuffle a training loader that says shuffle=False; prepare_loader injects the sampler.
         connector = module.trainer._accelerator_connector
         if connector.use_distributed_sampler:
@@ -185,6 +196,7 @@ class MegaParStrategy(MeshStrategy):
         module = self.lightning_module
         earlier = vars(module).get("_megapar_prepared")
         if earlier is None:
+            self._originals = OriginalParameters(module)
             self._prepared = prepare_module(
                 module,
                 self.mesh,
@@ -221,9 +233,12 @@ class MegaParStrategy(MeshStrategy):
             self._reset_optimizers_and_schedulers()
             if self.prepared.zero is not None:
                 self.prepared.zero.reshard()  # an earlier validation has gathered them
-            with explained_optimizers(self.prepared):
+            self._averaging = averaging_callbacks(trainer.callbacks)
+            average_shares(self._averaging, module, self.prepared, self.root_device)
+            with optimizers_may_be_empty(self.prepared):
                 self.setup_optimizers(trainer)
-            self._refuse_foreign_optimizers()
+            carry_over(self.optimizers, self._originals, self.prepared.parameters)
+            refuse_empty_optimizers(self.optimizers, self.prepared)
             refuse_optimizers(self.optimizers, self.prepared)
         self.setup_precision_plugin()
 
@@ -255,15 +270,6 @@ class MegaParStrategy(MeshStrategy):
             streams=self.prepared.streams,
             forward_context=self.precision_plugin.forward_context,
         )
-
-    def _refuse_foreign_optimizers(self) -> None:
-        held = {id(record.parameter) for record in self.prepared.parameters}
-        for optimizer in self.optimizers:
-            if any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
-                raise ConfigError(
-                    "configure_optimizers returned an optimizer over tensors that are not the module's parameters "
-                    "(it was built before the module was sharded?); build it inside configure_optimizers"
-                )
 
     def _print_stages(self) -> None:
         plan = self.prepared.plan
@@ -359,9 +365,7 @@ class MegaParStrategy(MeshStrategy):
         trainer: Any = self.lightning_module.trainer
         owners = (self.lightning_module, *trainer.callbacks) if self.layout.pipeline > 1 else ()
         return any(
-            not str(getattr(getattr(owner, hook, None), "__module__", "")).startswith(
-                ("lightning.", "lightning_megapar.")
-            )
+            not str(getattr(getattr(owner, hook, None), "__module__", "")).startswith((*PREFIXES, "lightning_megapar."))
             for owner in owners
         )
 
@@ -386,6 +390,8 @@ class MegaParStrategy(MeshStrategy):
             nominal=getattr(getattr(trainer, loaders), "batch_size", None),
         )
         self._after_step(result)
+        if self._averaging and self.prepared.zero is not None:
+            self.prepared.zero.reshard()  # weights are swapped after the validation, and they are the shards
         return result.output
 
     def _after_step(self, result: StepResult) -> None:
@@ -427,12 +433,28 @@ class MegaParStrategy(MeshStrategy):
         module = self.lightning_module
         assert module is not None
         manual = not module.automatic_optimization and self.layout.world_size > 1
-        if manual and closure is do_nothing_closure and not self._reduced:
+        nothing = of_tree(tree_of(module), "core.optimizer", "do_nothing_closure")
+        if manual and closure is nothing and not self._reduced:
             raise StepContractError(
                 f"{type(module).__name__}.training_step steps an optimizer without self.manual_backward(loss): the "
                 "gradients of loss.backward() are not averaged over the ranks; call self.manual_backward(loss)"
             )
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        return self.precision_plugin.optimizer_step(optimizer, model=model or module, closure=closure, **kwargs)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        wrapper = of_tree(tree_of(self.lightning_module), "core.optimizer", "LightningOptimizer")
+        self._optimizers = optimizers
+        self._lightning_optimizers = [wrapper._to_lightning_optimizer(one, self) for one in optimizers]
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        module = self.lightning_module
+        configure = of_tree(tree_of(module), "core.optimizer", "_init_optimizers_and_lr_schedulers")
+        self.optimizers, self.lr_scheduler_configs = configure(module)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -452,8 +474,7 @@ class MegaParStrategy(MeshStrategy):
         """Stands in for ``Precision.clip_gradients``: the same rule on the global norm."""
         if not clip_val or clip_val <= 0:
             return
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
+        optimizer = _unwrapped(optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = [p for p in self.stepper.parameters if id(p.parameter) in held]
         if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
@@ -494,9 +515,7 @@ class MegaParStrategy(MeshStrategy):
         return local_state(self.lightning_module, self.prepared.names)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        return named_optimizer_state(optimizer, self.prepared.parameters)
+        return named_optimizer_state(_unwrapped(optimizer), self.prepared.parameters)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing: :meth:`load_checkpoint` has filled the module."""
@@ -538,6 +557,8 @@ class MegaParStrategy(MeshStrategy):
             )
         if position is not None:
             self._position = self._resumed = position
+        if CURRENT in rest:
+            rest[CURRENT] = own_names(rest[CURRENT], self.lightning_module, self.prepared.names)
         return rest
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -588,8 +609,10 @@ def argument_names() -> tuple[str, ...]:
 
 
 def register() -> None:
-    """Register ``"megapar"`` with Lightning; calling it again changes nothing."""
-    if "megapar" not in StrategyRegistry.available_strategies():
-        StrategyRegistry.register(
-            "megapar", MegaParStrategy, description="tensor, sequence, pipeline and data parallelism"
-        )
+    """Register ``"megapar"`` with Lightning, under both of its names; calling it again changes nothing."""
+    register_strategy("megapar", MegaParStrategy, "tensor, sequence, pipeline and data parallelism")
+
+
+def _unwrapped(optimizer: Any) -> Optimizer:
+    wrapped = isinstance(optimizer, in_any_tree("core.optimizer", "LightningOptimizer"))
+    return optimizer._optimizer if wrapped else optimizer  # type: ignore[no-any-return]

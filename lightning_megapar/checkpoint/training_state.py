@@ -1,9 +1,9 @@
 """Lightning's checkpoint dictionary as named tensors and a rest, and back, for one rank of any layout.
 
-Tensors are ``model.<state_dict key>`` (tied ones once, under the canonical name) and
-``optimizer.<i>.<parameter>.<state key>``. Everything else (loops, callbacks, schedulers, hyper-parameters) is the
-rest, with one entry of our own, ``"megapar"``: parameter names in order, tied names, state_dict keys, and the
-optimizers' parameter groups by name over all pipeline stages.
+Tensors are ``model.<state_dict key>`` (tied ones once, under the canonical name), ``current.<state_dict key>`` beside
+averaged weights, and ``optimizer.<i>.<parameter>.<state key>``. Everything else (loops, callbacks, schedulers,
+hyper-parameters) is the rest, with one entry of our own, ``"megapar"``: parameter names in order, tied names,
+state_dict keys, and the optimizers' parameter groups by name over all pipeline stages.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from lightning_megapar.shards import IndexedTensor, Value, is_value
 
 NUMBER_SUFFIX = "#number"
 """Marks optimizer state that is a Python number; it is stored as a 0-dim float64 or int64 tensor."""
+
+CURRENT = "current_model_state"
+"""Entry of Lightning's ``WeightAveraging``: the weights that are trained, while ``state_dict`` holds the average."""
 
 
 def named_optimizer_state(optimizer: Optimizer, parameters: Sequence[LogicalParameter]) -> dict[str, Any]:
@@ -69,8 +72,13 @@ def pack(checkpoint: dict[str, Any], names: ModuleNames, world_size: int) -> tup
     Returns:
         (tensors of this rank, rest).
     """
-    rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
-    tensors = {f"model.{names.canonical.get(k, k)}": v for k, v in checkpoint["state_dict"].items() if is_value(v)}
+    rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states", CURRENT)}
+    tensors = {
+        f"{prefix}.{names.canonical.get(k, k)}": v
+        for key, prefix in (("state_dict", "model"), (CURRENT, "current"))
+        for k, v in checkpoint.get(key, {}).items()
+        if is_value(v)
+    }
     optimizers = []
     for index, state in enumerate(checkpoint.get("optimizer_states", [])):
         for name, values in state["state"].items():
