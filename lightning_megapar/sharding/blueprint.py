@@ -71,11 +71,12 @@ class Blueprint:
         untouched = value._version
         real = nn.Parameter(value, requires_grad=False) if is_parameter else value
         own = next(path for path, child in self.model.named_modules() if child is module)
+        writers = self._all_writers().get(id(placeholder)) or [own]
         _register(slots, real)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
                 torch.manual_seed(seed)
-                for path in self._all_writers().get(id(placeholder)) or [own]:
+                for path in writers:
                     self._initialise(path)
         finally:
             _register(slots, placeholder)

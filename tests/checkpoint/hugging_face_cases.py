@@ -120,14 +120,14 @@ def reference(source: Any, steps: int = STEPS) -> dict[str, Any]:
     return {"losses": losses, "gradients": gradients, "weights": weights}
 
 
-def trainer_of(world: int, root: str, **options: Any) -> Trainer:
+def trainer_of(world: int, root: str, steps: int = STEPS, **options: Any) -> Trainer:
     from lightning_megapar import MegaParStrategy
 
     return Trainer(
         strategy=MegaParStrategy(**options),
         accelerator="cpu",
         devices=world,
-        max_steps=STEPS,
+        max_steps=steps,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -192,5 +192,157 @@ def copy_of(source: Path, target: Path) -> Path:
     return target
 
 
+def tensors_in(directory: Path) -> dict[str, Tensor]:
+    """What a directory's files hold, read by safetensors itself."""
+    from safetensors.torch import load_file
+
+    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def store(tensors: dict[str, Tensor], directory: Path) -> None:
+    from safetensors.torch import save_file
+
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def save_whole(module: Any, directory: Path) -> None:
+    """Write a module that is whole in this one process."""
+    from lightning_megapar.checkpoint.hugging_face_saving import save_hugging_face
+    from lightning_megapar.data_parallel.parameters import ModuleNames
+    from lightning_megapar.prepare import local_state
+    from lightning_megapar.sharding.blueprint import record_blueprints
+
+    names = ModuleNames.record(module)
+    [blueprint] = record_blueprints(module)
+    save_hugging_face(directory, blueprint, local_state(module, names), lambda name: names.canonical.get(name, name))
+
+
 def names_in(directory: str | os.PathLike[str]) -> set[str]:
     return {path.name for path in Path(directory).iterdir()}
+
+
+def status_bytes(key: str) -> int:
+    """A line of ``/proc/self/status`` (Linux): ``VmRSS`` is held now, ``VmHWM`` was held at most."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{key}:"))
+
+
+def forget_peak() -> None:
+    """``VmHWM`` starts anew from what is held now."""
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+
+
+def measure_start(
+    config: Any, world: int, options: dict[str, Any], out: str | None, max_file_bytes: int = 0
+) -> dict[str, int]:
+    """On a rank: peak host memory of set-up beyond what the imports hold, and of writing beyond what training holds."""
+    import gc
+
+    import transformers
+    from lightning.pytorch import Callback
+
+    transformers.logging.set_verbosity_error()
+    with torch.device("meta"):
+        transformers.AutoModelForCausalLM.from_config(config)  # imports the architecture
+
+    class Watch(Callback):
+        peak = shard = 0
+
+        def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+            self.peak = status_bytes("VmHWM")
+            held = {id(p): p for p in (*pl_module.parameters(), *pl_module.buffers())}
+            self.shard = sum(_local_bytes(p) for p in held.values())
+
+    watch = Watch()
+    trainer = trainer_of(world, "/tmp/megapar-hf", 0, empty_init=True, **options)
+    trainer.callbacks.append(watch)
+    data = trainer.strategy.config.resolve(world)[0].data
+    module = User(config)
+    gc.collect()
+    forget_peak()
+    before = status_bytes("VmRSS")
+    trainer.fit(module, DataLoader(Rows(), batch_size=BATCH // data))
+    measured = {"set-up": watch.peak - before, "shard": watch.shard}
+    if out is not None:
+        gc.collect()
+        forget_peak()
+        before = status_bytes("VmRSS")
+        trainer.strategy.save_hugging_face(out, max_file_bytes=max_file_bytes)
+        measured["writing"] = status_bytes("VmHWM") - before
+    return measured
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    from lightning_megapar.checkpoint.pieces import local_tensor
+
+    local = local_tensor(tensor)
+    return local.numel() * local.element_size()
+
+
+def filled(module: Any, load_from: Any, exceptions: Any = ()) -> Any:
+    """Fill a whole module in this one process, as set-up does; returns it."""
+    from lightning_megapar.checkpoint.hugging_face import check_load_from, fill_module, plan_reading
+    from lightning_megapar.data_parallel.parameters import ModuleNames
+    from lightning_megapar.prepare import local_state
+    from lightning_megapar.sharding.blueprint import record_blueprints
+    from lightning_megapar.sharding.initialise import initialise_by_name
+
+    names, blueprints = ModuleNames.record(module), record_blueprints(module)
+    readings = plan_reading(module, names, blueprints, check_load_from(load_from), exceptions)
+    loaded = frozenset().union(*(reading.names for reading in readings))
+    initialise_by_name(module, 0, aliases=names.tied, blueprints=blueprints, loaded=loaded)
+    fill_module(readings, local_state(module, names))
+    return module
+
+
+def empty(config: Any, kind: type[User] = BuiltAtOnce) -> Any:
+    with torch.device("meta"):
+        return kind(config)
+
+
+def fill_with_one_truncated_file(config: Any, source: str) -> str:
+    """On a rank: rank 1's files end early after the plan was made; every rank tells what it raised."""
+    import torch.distributed as dist
+
+    from lightning_megapar.checkpoint import CheckpointError
+    from lightning_megapar.checkpoint.hugging_face import check_load_from, fill_module, plan_reading
+    from lightning_megapar.data_parallel.parameters import ModuleNames
+    from lightning_megapar.prepare import local_state
+    from lightning_megapar.sharding.blueprint import record_blueprints
+
+    own = Path(f"{source}-{dist.get_rank()}")
+    shutil.copytree(source, own)
+    module = BuiltAtOnce(config)
+    names = ModuleNames.record(module)
+    readings = plan_reading(module, names, record_blueprints(module), check_load_from(own))
+    if dist.get_rank() == 1:
+        os.truncate(own / "model.safetensors", 9000)
+    try:
+        fill_module(readings, local_state(module, names))
+    except CheckpointError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def what_lives_after_set_up(config: Any, world: int, options: dict[str, Any]) -> tuple[int, int, int]:
+    """On a rank, with a module that was whole on the CPU: bytes before, bytes of its full tensors that are still alive
+    after set-up and do not belong to this rank, bytes of its share."""
+    import gc
+    import weakref
+
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    module = BuiltAtOnce(config)
+    whole = sum(p.numel() * p.element_size() for p in module.parameters())
+    storages = {p.untyped_storage().data_ptr(): weakref.ref(p) for p in module.parameters()}
+    trainer = trainer_of(world, "/tmp/megapar-hf", 0, **options)
+    data = trainer.strategy.config.resolve(world)[0].data
+    trainer.fit(module, DataLoader(Rows(), batch_size=BATCH // data))
+    gc.collect()
+    own = {id(p): p for p in module.parameters()}
+    alive = [r() for r in storages.values() if r() is not None]
+    foreign = sum(p.numel() * p.element_size() for p in alive if id(p) not in own and not p.is_meta)
+    return whole, foreign, sum(_local_bytes(p) for p in own.values())
