@@ -98,6 +98,8 @@ def _entries(path: Path, header: dict[str, Any], start: int, size: int) -> dict[
         if dtype is None:
             raise CheckpointError(f"{path}: tensor {name!r} has the dtype {entry['dtype']}, which is not supported")
         shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+        if not all(isinstance(number, int) for number in (*shape, begin, end)):
+            raise TypeError(name)
         if end - begin != prod(shape) * dtype.itemsize or begin < 0 or any(n < 0 for n in shape):
             raise CheckpointError(f"{path} is damaged: {name!r} of shape {shape} cannot have {end - begin} bytes")
         end_of_all = max(end_of_all, start + end)
