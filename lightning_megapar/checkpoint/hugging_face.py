@@ -34,6 +34,7 @@ from lightning_megapar.checkpoint.weight_files import WeightFiles
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.parameters import ModuleNames
 from lightning_megapar.sharding.blueprint import Blueprint
+from lightning_megapar.shards import Value
 
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _SHOWN = 12
@@ -108,7 +109,7 @@ class Reading:
     names: frozenset[str]
     blueprint: Blueprint | None
 
-    def fill(self, held: Mapping[str, Tensor]) -> None:
+    def fill(self, held: Mapping[str, Value]) -> None:
         """Read this rank's boxes.
 
         Args:
@@ -157,7 +158,7 @@ class Reading:
                 out = out.unsqueeze(dim)
         self.files.read_box(part.source, part.source_box(box), out)
 
-    def _compute(self, conversion: Conversion, targets: Mapping[str, str], held: Mapping[str, Tensor]) -> None:
+    def _compute(self, conversion: Conversion, targets: Mapping[str, str], held: Mapping[str, Value]) -> None:
         assert self.blueprint is not None
         dtype = next(held[name].dtype for name in targets.values() if name in held)
         sources = {}
@@ -172,7 +173,7 @@ class Reading:
                     for piece in local_pieces(name, held[name]):
                         piece.view(local).copy_(made[target][piece.box.slices()])
 
-    def _compare(self, assembly: Assembly, name: str, tensor: Tensor) -> None:
+    def _compare(self, assembly: Assembly, name: str, tensor: Value) -> None:
         local = local_tensor(tensor)
         for piece in local_pieces(name, tensor):
             mine = piece.view(local)
@@ -221,7 +222,7 @@ def plan_reading(
     return made
 
 
-def fill_module(readings: Sequence[Reading], held: Mapping[str, Tensor]) -> None:
+def fill_module(readings: Sequence[Reading], held: Mapping[str, Value]) -> None:
     """Read every plan's boxes into this rank's tensors (canonical names); collective over all ranks.
 
     Raises:

@@ -29,6 +29,7 @@ from lightning_megapar.checkpoint.ranks import Ranks, ranks_of
 from lightning_megapar.checkpoint.weight_files import INDEX, SINGLE
 from lightning_megapar.config import ConfigError
 from lightning_megapar.sharding.blueprint import Blueprint
+from lightning_megapar.shards import Value, is_value
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -71,7 +72,7 @@ class _Plan:
 def save_hugging_face(
     directory: str | os.PathLike[str],
     blueprint: Blueprint,
-    local: Mapping[str, Tensor],
+    local: Mapping[str, Value],
     canonical: Callable[[str], str] = lambda name: name,
     *,
     tokenizer_from: str | os.PathLike[str] | None = None,
@@ -106,7 +107,7 @@ def save_hugging_face(
     source = None if tokenizer_from is None else Path(tokenizer_from)
 
     def offer() -> dict[str, torch.dtype]:
-        return {name: tensor.dtype for name, tensor in local.items() if isinstance(tensor, Tensor)}
+        return {name: tensor.dtype for name, tensor in local.items() if is_value(tensor)}
 
     plans: list[_Plan] = []  # on rank 0: the others need to know only what is gathered when
 

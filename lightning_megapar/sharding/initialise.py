@@ -176,7 +176,8 @@ def _draw(
             if value is None:
                 names_left.append(name)
             elif own is not None:
-                fill(own, value)
+                shard = own_shards(module).get(name)
+                fill(own, value if shard is None else shard.take(value))
             else:
                 module._buffers[name] = value.to(device)
     return left
