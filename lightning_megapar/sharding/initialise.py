@@ -177,7 +177,10 @@ def _draw(
                 names_left.append(name)
             elif own is not None:
                 shard = own_shards(module).get(name)
-                fill(own, value if shard is None else shard.take(value))
+                if shard is None:
+                    fill(own, value)
+                else:
+                    shard.copy_into(own, value)
             else:
                 module._buffers[name] = value.to(device)
     return left

@@ -244,8 +244,6 @@ def measure_start(
     from lightning.pytorch import Callback
 
     transformers.logging.set_verbosity_error()
-    with torch.device("meta"):
-        transformers.AutoModelForCausalLM.from_config(config)  # imports the architecture
 
     class Watch(Callback):
         peak = shard = 0
@@ -255,15 +253,20 @@ def measure_start(
             held = {id(p): p for p in (*pl_module.parameters(), *pl_module.buffers())}
             self.shard = sum(_local_bytes(p) for p in held.values())
 
+    def start(config: Any, **load: Any) -> tuple[Trainer, int]:
+        trainer = trainer_of(world, "/tmp/megapar-hf", 0, empty_init=True, **{**options, **load})
+        trainer.callbacks.append(watch)
+        data = trainer.strategy.config.resolve(world)[0].data
+        module = User(config)
+        gc.collect()
+        forget_peak()
+        before = status_bytes("VmRSS")
+        trainer.fit(module, DataLoader(Rows(), batch_size=BATCH // data))
+        return trainer, before
+
     watch = Watch()
-    trainer = trainer_of(world, "/tmp/megapar-hf", 0, empty_init=True, **options)
-    trainer.callbacks.append(watch)
-    data = trainer.strategy.config.resolve(world)[0].data
-    module = User(config)
-    gc.collect()
-    forget_peak()
-    before = status_bytes("VmRSS")
-    trainer.fit(module, DataLoader(Rows(), batch_size=BATCH // data))
+    start(config_of("llama"), load_from=None)  # imports what is imported late, connects the ranks
+    trainer, before = start(config)
     measured = {"set-up": watch.peak - before, "shard": watch.shard}
     if out is not None:
         gc.collect()

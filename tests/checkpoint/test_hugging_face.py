@@ -38,8 +38,8 @@ SOME = [
     ("llama", "dp2"),
     ("mixtral", "dp2_zero1"),
     ("llama_tied", "single"),
-    ("gpt2", "dp2"),
-    ("mixtral", "dp2_pp2"),
+    pytest.param("gpt2", "dp2", marks=pytest.mark.slow),
+    pytest.param("mixtral", "dp2_pp2", marks=pytest.mark.slow),
 ]
 
 
@@ -409,7 +409,7 @@ def test_a_whole_module_is_cut_and_the_rest_is_freed(pool: RankPool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures by /proc")
-@pytest.mark.parametrize("layout", ["pp2", "dp2_pp2"])
+@pytest.mark.parametrize("layout", ["tp2_pp2", "dp2_pp2"])
 @pytest.mark.parametrize("from_files", [True, False])
 def test_memory_of_a_start_is_that_of_the_share(pool: RankPool, tmp_path: Path, layout: str, from_files: bool) -> None:
     """188 MB of parameters: at most 1.3 x the rank's share + the largest tensor, whatever it is filled from."""
@@ -420,11 +420,12 @@ def test_memory_of_a_start_is_that_of_the_share(pool: RankPool, tmp_path: Path, 
     )
     largest, file = 8000 * 512 * 4, 40_000_000
     world, options = LAYOUTS[layout]
+    share = 50e6 if layout == "tp2_pp2" else 100e6
     if from_files:
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "in", max_shard_size="50MB")
         options = {**options, "load_from": str(tmp_path / "in")}
     measured = pool.run(cases.measure_start, world, config, world, options, str(tmp_path / "out"), file, mode="trainer")
     for rank, one in enumerate(measured):
-        assert one["shard"] < 100e6
+        assert one["shard"] < share
         assert one["set-up"] <= 1.3 * one["shard"] + largest, (rank, one)
         assert one["writing"] <= (file if rank == 0 else 0) + 1.3 * largest, (rank, one)
