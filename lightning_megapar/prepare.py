@@ -171,6 +171,32 @@ def _from_rank_zero(value: Any) -> Any:
     return box[0]
 
 
+def check_module(
+    module: nn.Module,
+    layout: Layout,
+    config: ParallelConfig,
+    *,
+    keep: Mapping[str, str] | None = None,
+    load_from: Mapping[str | None, Path] | None = None,
+    load_except: Sequence[str] = (),
+) -> None:
+    """Refuse what :func:`prepare_module` would refuse of names, stages and plans, before any rank exists.
+
+    Args:
+        module: whole, not changed; on the meta device it costs nothing.
+        layout: resolved degrees.
+        config, keep, load_from, load_except: as for :func:`prepare_module`.
+
+    Raises:
+        ConfigError: naming the setting and the nearest valid values.
+    """
+    names = ModuleNames.record(module)
+    plan_reading(module, names, record_blueprints(module), load_from or {}, load_except)
+    choose_assignments(module, config.sharding_plan, layout.tensor)
+    if layout.pipeline > 1:
+        plan_stages(module, layout.pipeline, stack=config.pipeline_stack, split=config.pipeline_split, keep=keep)
+
+
 def _blocks(module: nn.Module, plan: StagePlan | None) -> list[nn.Module]:
     """The units that FSDP2 shards one by one: the stack's blocks when there is a stack at all."""
     from lightning_megapar.pipeline.cut import find_stack
