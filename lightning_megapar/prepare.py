@@ -33,8 +33,9 @@ from lightning_megapar.sharding.alone import stand_alone
 from lightning_megapar.sharding.apply import shard_module
 from lightning_megapar.sharding.blueprint import Blueprint, record_blueprints
 from lightning_megapar.sharding.by_plan import apply_assignments
-from lightning_megapar.sharding.choice import PlanChoice, choose_plan
+from lightning_megapar.sharding.choice import PlanChoice, choose_plan, given_plan
 from lightning_megapar.sharding.initialise import initialise_by_name
+from lightning_megapar.sharding.plan import resolve
 from lightning_megapar.sharding.trial import Run
 from lightning_megapar.shards import IndexedTensor
 
@@ -192,7 +193,9 @@ def check_module(
     """
     names = ModuleNames.record(module)
     plan_reading(module, names, record_blueprints(module), load_from or {}, load_except)
-    choose_assignments(module, config.sharding_plan, layout.tensor)
+    given = given_plan(config.sharding_plan)
+    if given is not None and layout.tensor > 1:
+        resolve(given, module, strict=True)
     if layout.pipeline > 1:
         plan_stages(module, layout.pipeline, stack=config.pipeline_stack, split=config.pipeline_split, keep=keep)
 
