@@ -162,6 +162,13 @@ class ParameterShard:
         """This rank's piece of the whole tensor, copied."""
         return self.index.take(full, self.dim, self.rank)
 
+    def copy_into(self, piece: Tensor, full: Tensor) -> None:
+        """Fill this rank's piece (any dtype and device) from the whole tensor, without a copy in between."""
+        position = 0
+        for start, length in self.runs:
+            piece.narrow(self.dim, position, length).copy_(full.narrow(self.dim, start, length))
+            position += length
+
     def same_cut(self, other: ParameterShard) -> bool:
         return (self.shape, self.dim, self.index) == (other.shape, other.dim, other.index)
 

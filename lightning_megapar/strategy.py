@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from lightning_megapar.averaging import average_shares, averaging_callbacks, def
 from lightning_megapar.batches import batch_size_of
 from lightning_megapar.carried_optimizers import OriginalParameters, carry_over
 from lightning_megapar.checkpoint import gather_full_state_dict, is_sharded_checkpoint, remove_sharded
+from lightning_megapar.checkpoint.hugging_face import LoadFrom, check_load_from
+from lightning_megapar.checkpoint.hugging_face_saving import find_blueprint, save_hugging_face
 from lightning_megapar.checkpoint.training import DataPosition, load_training, save_training
 from lightning_megapar.checkpoint.training_state import CURRENT, named_optimizer_state
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
@@ -59,7 +61,12 @@ class MegaParStrategy(MeshStrategy):
             is needed, when its place in the registration order does not say so.
         seed: of name-seeded initialisation and of data order; ``None`` takes ``seed_everything``'s, else 0.
         empty_init: build the module on the meta device in ``configure_model``; its parameters are then initialised by
-            name, one at a time, on the rank that holds them.
+            name, one at a time, on the rank that holds them. ``trainer.init_module(empty_init=True)`` does the same.
+        load_from: where values come from: a Hugging Face directory (or a ``.safetensors`` file) for the one
+            transformers model in the module, or a mapping from dotted module names to such paths. Each rank reads its
+            share, whatever the layout; with ``empty_init`` nothing else is ever in memory.
+        load_except: patterns of names (``"score.*"``) that the files may lack (they are initialised) or that the
+            module may lack (they are left out).
         timeout_seconds: of a collective.
         process_group_backend: ``None`` takes nccl on GPUs, gloo on CPUs.
 
@@ -84,6 +91,8 @@ class MegaParStrategy(MeshStrategy):
         sharding_plan: Any = "auto",
         seed: int | None = None,
         empty_init: bool = False,
+        load_from: LoadFrom = None,
+        load_except: str | Sequence[str] = (),
         timeout_seconds: float = 600.0,
         process_group_backend: str | None = None,
         **unknown: Any,
@@ -107,6 +116,8 @@ class MegaParStrategy(MeshStrategy):
         super().__init__(config, timeout_seconds, process_group_backend)
         self.pipeline_keep = dict(pipeline_keep or {})
         self.empty_init = empty_init
+        self.load_from = check_load_from(load_from)
+        self.load_except = (load_except,) if isinstance(load_except, str) else tuple(load_except)
         self._seed = seed
         self._prepared: PreparedModule | None = None
         self._stepper: Stepper | None = None
@@ -206,6 +217,8 @@ class MegaParStrategy(MeshStrategy):
                 keep=self.pipeline_keep,
                 convert=self.precision_plugin.convert_module,
                 runs=lambda whole: self._trial_runs(trainer),
+                load_from=self.load_from,
+                load_except=self.load_except,
             )
             object.__setattr__(module, "_megapar_prepared", self._prepared)
             self._print_stages()
@@ -288,9 +301,14 @@ class MegaParStrategy(MeshStrategy):
         self.model.to(self.root_device)
 
     @contextmanager
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        with torch.device("meta") if self.empty_init else nullcontext():
-            yield
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Around ``configure_model`` and in ``trainer.init_module``: the meta device when the module is built empty."""
+        if self.empty_init if empty_init is None else empty_init:
+            with torch.device("meta"), self.precision_plugin.tensor_init_context():
+                yield
+        else:
+            with super().tensor_init_context(empty_init):
+                yield
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -579,6 +597,38 @@ class MegaParStrategy(MeshStrategy):
         names = self.prepared.names
         local = {k: v.detach() for k, v in placed_state(self.lightning_module, names).items() if is_value(v)}
         return gather_full_state_dict(list(names.state_dict), local)
+
+    def save_hugging_face(
+        self,
+        directory: str | os.PathLike[str],
+        module: str | None = None,
+        *,
+        tokenizer_from: str | os.PathLike[str] | None = None,
+        max_file_bytes: int = 5_000_000_000,
+    ) -> Path:
+        """Write a transformers model of the module as a directory that ``from_pretrained`` opens; collective.
+
+        Args:
+            directory: to make; it must not exist.
+            module: dotted name of the model; ``None`` takes the only one.
+            tokenizer_from, max_file_bytes: see
+                :func:`~lightning_megapar.checkpoint.hugging_face_saving.save_hugging_face`.
+
+        Raises:
+            CheckpointError: on every rank alike, with nothing left behind.
+            ConfigError: no transformers model of that name.
+        """
+        assert self.lightning_module is not None
+        names = self.prepared.names
+        with self.doing("writing a Hugging Face directory"):
+            return save_hugging_face(
+                Path(self.broadcast(os.path.abspath(directory))),
+                find_blueprint(self.prepared.blueprints, module),
+                local_state(self.lightning_module, names),
+                lambda name: names.canonical.get(name, name),
+                tokenizer_from=tokenizer_from,
+                max_file_bytes=max_file_bytes,
+            )
 
     # -- leaving early -----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_megapar.checkpoint.errors import CheckpointError
 from lightning_megapar.checkpoint.pieces import Box, coverage_fault, local_pieces, local_tensor
-from lightning_megapar.checkpoint.ranks import GroupRanks, ranks_of
+from lightning_megapar.checkpoint.ranks import GroupRanks, Ranks, ranks_of
 from lightning_megapar.shards import Value
 
 
@@ -33,7 +33,7 @@ def gather_full_state_dict(
     names: Sequence[str],
     local: Mapping[str, Value],
     *,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | Ranks | None = None,
 ) -> dict[str, Tensor]:
     """Collect full tensors on rank 0, one piece at a time.
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megapar.batches import split_batch
+from lightning_megapar.sharding.blueprint import record_blueprints
 from lightning_megapar.sharding.initialise import initialise_by_name
 from lightning_megapar.sharding.trial import Run
 
@@ -70,7 +71,7 @@ def stand_alone(module: nn.Module, stack: str | None) -> nn.Module:
         blocks._modules.clear()
         blocks._modules.update({str(i): child for i, child in enumerate(kept)})
     if any(t.is_meta for t in (*twin.parameters(), *twin.buffers())):
-        initialise_by_name(twin, seed=0)
+        initialise_by_name(twin, seed=0, blueprints=record_blueprints(twin))
     twin = twin.to("cpu").eval()  # no dropout: a trial compares numbers
     _detach_from_trainer(twin, module)
     return twin

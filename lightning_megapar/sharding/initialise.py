@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from lightning_megapar.config import ConfigError
 from lightning_megapar.layers.base import ParallelLayer
 from lightning_megapar.layers.local import fill, replace_parameter
 from lightning_megapar.sharding.apply import Owner, parameter_owners
+from lightning_megapar.sharding.blueprint import Blueprint
 from lightning_megapar.shards import own_shards
 
 
@@ -46,6 +47,8 @@ def initialise_by_name(
     only_meta: bool = True,
     device: torch.device | str = "cpu",
     aliases: Mapping[str, str] | None = None,
+    blueprints: Sequence[Blueprint] = (),
+    loaded: Collection[str] = (),
 ) -> None:
     """Give parameters values that depend on ``seed`` and their names alone, sharded or not, meta or not.
 
@@ -65,6 +68,9 @@ def initialise_by_name(
         only_meta: leave parameters that are real already alone.
         device: where meta parameters materialise.
         aliases: as ``init_aliases``, for names below ``module`` that ``seed`` goes with.
+        blueprints: the transformers models in ``module``, whole; what they hold on the meta device gets the value of
+            their own ``_init_weights``, drawn under the tensor's name.
+        loaded: names of tensors that somebody fills afterwards; they are made, not drawn.
 
     Raises:
         ConfigError: for meta parameters or buffers that nothing fills (their module has no ``reset_parameters``, or it
@@ -84,6 +90,15 @@ def initialise_by_name(
             for name in names:
                 _materialise(fresh[path, name], device)
             root = roots[_root_of(path, roots)]
+            if loaded:
+                names = [name for name in names if _join(path, name) not in loaded]
+                for name in [name for name in meta_buffers if _join(path, name) in loaded]:
+                    meta_buffers.remove(name)
+                    child._buffers[name] = torch.empty_like(child._buffers[name], device=device)  # type: ignore[arg-type]
+            if blueprints and only_meta:
+                names, meta_buffers = _draw(path, child, names, meta_buffers, root, blueprints, device)
+            if not names and not meta_buffers:
+                continue
             if isinstance(child, ParallelLayer):
                 for name in names:
                     generator = torch.Generator("cpu").manual_seed(root.seed_of(_join(path, name)))
@@ -94,7 +109,8 @@ def initialise_by_name(
     if failed:
         raise ConfigError(
             f"nothing says how to fill {', '.join(failed)}: on the meta device, and the module has no "
-            "reset_parameters() that fills it; add one, or build the module on a real device"
+            "reset_parameters() (a transformers model: no _init_weights) that fills it; add one, or build the module "
+            "on a real device"
         )
 
 
@@ -138,6 +154,36 @@ def _materialise(owners: list[Owner], device: torch.device | str) -> None:
     new = replace_parameter(old, value)
     for _, module, name in owners:
         module._parameters[name] = new
+
+
+def _draw(
+    path: str,
+    module: nn.Module,
+    names: list[str],
+    meta_buffers: list[str],
+    root: _Root,
+    blueprints: Sequence[Blueprint],
+    device: torch.device | str,
+) -> tuple[list[str], list[str]]:
+    """Fill what a transformers model initialises; returns the parameters and buffers that it does not."""
+    left: tuple[list[str], list[str]] = ([], [])
+    for names_left, wanted in zip(left, (names, meta_buffers)):
+        for name in wanted:
+            full_name = _join(path, name)
+            seed = root.seed_of(full_name)
+            value = next((v for b in blueprints if (v := b.draw(full_name, seed)) is not None), None)
+            own = module._parameters.get(name)
+            if value is None:
+                names_left.append(name)
+            elif own is not None:
+                shard = own_shards(module).get(name)
+                if shard is None:
+                    fill(own, value)
+                else:
+                    shard.copy_into(own, value)
+            else:
+                module._buffers[name] = value.to(device)
+    return left
 
 
 def _reset_plain(
