@@ -23,7 +23,7 @@ from lightning_megapar.data_parallel.parameters import (
 )
 from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.mesh import ParallelMesh
-from lightning_megapar.pipeline.cut import StageCut, StagePlan, plan_stages
+from lightning_megapar.pipeline.cut import StageCut, StagePlan, find_stack, plan_stages
 from lightning_megapar.random_streams import RandomStreams, uses_dropout
 from lightning_megapar.sharding.apply import shard_module
 from lightning_megapar.sharding.initialise import initialise_by_name
@@ -84,7 +84,7 @@ def prepare_module(
     if mesh.layout.world_size > 1:
         _take_values_of_rank_zero(module, device)
     if plan is not None:
-        cut = StageCut(module, plan, mesh.coordinate("pipeline"))
+        cut = StageCut(module, plan, mesh.coordinate("pipeline"), device)
     shard_module(module, mesh.submesh("tensor"), config.sequence_parallel and mesh.size("tensor") > 1)
     initialise_by_name(module, seed, device=device, aliases=names.tied)
     module.to(device)
@@ -114,10 +114,10 @@ def prepare_module(
 
 def _blocks(module: nn.Module, plan: StagePlan | None) -> list[nn.Module]:
     """The units that FSDP2 shards one by one: the stack's blocks when there is a stack at all."""
-    from lightning_megapar.pipeline.cut import find_stack
-
+    if plan is not None:
+        return [module.get_submodule(name) for name in plan.blocks]
     try:
-        _, stack = find_stack(module, plan.stack if plan is not None else None)
+        _, stack = find_stack(module)
     except ConfigError:
         return []
     return list(stack.children())

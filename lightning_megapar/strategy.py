@@ -358,6 +358,7 @@ class MegaParStrategy(MeshStrategy):
             flag=float(self._preemption.is_set),
             share=kind == "predict" or self._is_seen(f"on_{kind}_batch_end"),
             nominal=getattr(getattr(trainer, loaders), "batch_size", None),
+            kind=kind,
         )
         self._after_step(result)
         return result.output

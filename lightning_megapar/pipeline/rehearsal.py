@@ -1,0 +1,193 @@
+"""A dry pass before the first step of each kind: what every stage needs is found, what cannot work is refused.
+
+The user's step runs forward over the stages on one microbatch, as often as something new is learnt (mostly once).
+Values that are needed but do not travel yet are zeros there; the numbers of a rehearsal are thrown away, and so is
+what it did to the module's state. Two things are looked for: results of earlier stages that reach something on a later
+one (from then on they travel), and tensors that leave a block by another way than its return value (refused: on
+another stage nobody would find them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_megapar.pipeline.away import Away, Source, StageError
+from lightning_megapar.pipeline.cut import StageCut
+from lightning_megapar.pipeline.nest import tensors_of
+
+ROUNDS = 8
+"""Rehearsals until every stage has what it needs; each one reaches at least one module further."""
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What one stage learnt in one rehearsal."""
+
+    stage: int
+    needs: frozenset[Source]
+    copies: frozenset[str]
+    escapes: frozenset[tuple[str, str]]
+
+
+class Watch(TorchDispatchMode):
+    """Sees tensors that are made in a module of the cut and used outside of it without having been returned."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.escapes: set[tuple[str, str]] = set()
+        self._inside: list[str] = []
+        # The weak references keep an address from being used for another storage.
+        self._made: dict[int, tuple[str, StorageWeakRef]] = {}
+
+    def enter(self, name: str) -> None:
+        self._inside.append(name)
+
+    def leave(self, output: Any) -> None:
+        self._inside.pop()
+        for tensor in tensors_of(output):
+            if not isinstance(tensor, Away):
+                self._made.pop(StorageWeakRef(tensor.untyped_storage()).cdata, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inside = self._inside[0] if self._inside else ""
+        seen = set()
+        for tensor in _dense(args, kwargs):
+            address = StorageWeakRef(tensor.untyped_storage()).cdata
+            seen.add(address)
+            made = self._made.get(address)
+            if made is not None and made[0] != inside and tensor.requires_grad:
+                self.escapes.add((made[0], inside))
+        output = func(*args, **kwargs)
+        if inside:
+            for tensor in _dense(output):
+                reference = StorageWeakRef(tensor.untyped_storage())
+                if reference.cdata not in seen:
+                    self._made[reference.cdata] = (inside, reference)
+        return output
+
+
+def _dense(*nests: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(nests):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, Away) and leaf.layout == torch.strided:
+            yield leaf
+
+
+@contextmanager
+def rehearsing(cut: StageCut) -> Iterator[None]:
+    """Inside, the cut notes what is needed instead of stopping; afterwards :func:`notes_of` has it."""
+    cut.ledger.recording = True
+    cut.ledger.needs.clear()
+    cut.ledger.copies.clear()
+    cut.watch = Watch()
+    try:
+        with cut.watch:
+            yield
+    finally:
+        cut.ledger.recording = False
+
+
+def notes_of(cut: StageCut) -> Notes:
+    escapes = frozenset(cut.watch.escapes)
+    cut.watch = None
+    return Notes(cut.stage, frozenset(cut.ledger.needs), frozenset(cut.ledger.copies), escapes)
+
+
+def learn(cut: StageCut, everybody: Sequence[Notes]) -> bool:
+    """Take over what all stages need. Whether anything is new (to any stage), so that another rehearsal must follow.
+
+    Raises:
+        StageError: for what cannot be carried.
+    """
+    escapes = sorted({escape for notes in everybody for escape in notes.escapes})
+    if escapes:
+        made, used = escapes[0]
+        where = f"in {used!r}" if used else "outside of the blocks"
+        raise StageError(
+            f"a tensor made in {made!r} is used {where} without having been returned by it (kept in an attribute, "
+            "collected by a hook, such as auxiliary losses of experts); on another pipeline stage it would be missing. "
+            "Return it along with the hidden state, or use pipeline_parallel_size=1 for this module"
+        )
+    known, copied = cut.known, cut.copied
+    needs = frozenset((source, notes.stage) for notes in everybody for source in notes.needs)
+    copies = {name for notes in everybody for name in notes.copies}
+    changed = not (needs <= known and copies <= copied)
+    cut.known, cut.copied = known | needs, copied | copies
+    stages = cut.plan.stage_of()
+    cut.carried = {
+        source for source, stage in cut.known if stage > cut.stage and stages[source.unit] <= cut.stage
+    }
+    return changed
+
+
+def rehearse(cut: StageCut, run: Callable[[], None]) -> None:
+    """Rehearse until nothing new is learnt. Collective over all ranks.
+
+    Args:
+        cut: this stage's.
+        run: runs one microbatch forward over the stages.
+
+    Raises:
+        StageError: for what cannot be cut, with the remedy.
+    """
+    for _ in range(ROUNDS):
+        with state_kept(cut.module), rehearsing(cut):
+            run()
+        everybody: list[Any] = [None] * dist.get_world_size()
+        # Over all ranks: data ranks that take different branches must still rehearse equally often.
+        dist.all_gather_object(everybody, notes_of(cut))
+        if not learn(cut, everybody):
+            return
+    raise StageError(
+        f"after {ROUNDS} rehearsals a stage still needs more from earlier ones: "
+        f"{', '.join(sorted(s.describe() for s, _ in cut.known)[:5])}, ...; use pipeline_parallel_size=1 for this module"
+    )
+
+
+@contextmanager
+def state_kept(module: nn.Module) -> Iterator[None]:
+    """Leave a module's buffers and attributes (counters, the states of metrics) as they were."""
+    before = []
+    for child in module.modules():
+        values = {
+            name: value
+            for name, value in vars(child).items()
+            if name not in ("_parameters", "_buffers", "_modules", "_metrics_to_sync") and not name.startswith("_forward")
+        }
+        tensors = {id(v): (v, v.detach().clone()) for v in _state_tensors(child, values)}
+        lists = [(v, v.copy()) for v in values.values() if type(v) in (list, dict, set)]
+        before.append((child, values, dict(child._buffers), tensors, lists))
+    try:
+        yield
+    finally:
+        for child, values, buffers, tensors, lists in before:
+            for name in set(vars(child)) - set(values) - {"_parameters", "_buffers", "_modules"}:
+                if name not in ("_metrics_to_sync",) and not name.startswith("_forward"):
+                    del vars(child)[name]
+            vars(child).update(values)
+            child._buffers.clear()
+            child._buffers.update(buffers)
+            for container, copy in lists:
+                container.clear()
+                container.extend(copy) if isinstance(container, list) else container.update(copy)
+            with torch.no_grad():
+                for tensor, copy in tensors.values():
+                    tensor.copy_(copy)
+
+
+def _state_tensors(child: nn.Module, values: dict[str, Any]) -> list[Tensor]:
+    """Buffers and tensor attributes; parameters keep their values by themselves."""
+    found = [b for b in child._buffers.values() if b is not None]
+    return found + [v for v in values.values() if isinstance(v, Tensor) and not isinstance(v, nn.Parameter)]

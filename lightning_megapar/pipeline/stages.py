@@ -1,0 +1,214 @@
+"""Which stage holds what: the stack of blocks to cut, its ranges, and a place for everything beside it. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_megapar.config import ConfigError, nearest_name
+from lightning_megapar.pipeline.partition import given_split, split_blocks
+from lightning_megapar.pipeline.survey import Survey
+
+PLACES = ("first", "last", "all")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Where everything lives. The same on every rank.
+
+    Args:
+        stack: dotted name of the stack of blocks.
+        ranges: block range ``(start, stop)`` per stage.
+        costs: parameters per block.
+        outside: dotted name of each outside module with parameters -> ``"first"``, ``"last"`` or ``"all"``.
+        before, after: parameters that run before and after the stack.
+        blocks: dotted name of each block, in order.
+        beside: for each block, dotted names of the modules of equally long lists that run along with it.
+    """
+
+    stack: str
+    ranges: tuple[tuple[int, int], ...]
+    costs: tuple[int, ...]
+    outside: Mapping[str, str]
+    before: int
+    after: int
+    blocks: tuple[str, ...] = ()
+    beside: tuple[tuple[str, ...], ...] = ()
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(stage, blocks, parameters) for a table."""
+        rows = []
+        for stage, (start, stop) in enumerate(self.ranges):
+            total = sum(self.costs[start:stop])
+            total += self.before if stage == 0 else 0
+            total += self.after if stage == len(self.ranges) - 1 else 0
+            rows.append((str(stage), f"{self.stack}[{start}:{stop}]", f"{total:,}"))
+        return rows
+
+    def stage_of(self) -> dict[str, int]:
+        """Stage of every module that lives on one stage only: blocks, what runs along with them, and the outside."""
+        found = {}
+        for stage, (start, stop) in enumerate(self.ranges):
+            for index in range(start, stop):
+                found[self.blocks[index]] = stage
+                found.update(dict.fromkeys(self.beside[index], stage))
+        ends = {"first": 0, "last": len(self.ranges) - 1}
+        return found | {name: ends[place] for name, place in self.outside.items() if place != "all"}
+
+
+def count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def find_stack(module: nn.Module, name: str | None = None) -> tuple[str, nn.Module]:
+    """The stack to cut: the named one (a ``ModuleDict`` as well), else the ``ModuleList``/``Sequential`` with the most
+    parameters.
+
+    Raises:
+        ConfigError: when there is none, when two are equally large, or the name is not one (candidates are listed).
+    """
+    # A ModuleDict is rarely a stack (more often it names a model's parts): only when the user says so.
+    kinds = (nn.ModuleList, nn.Sequential) if name is None else (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    candidates = {
+        path: child
+        for path, child in module.named_modules()
+        if isinstance(child, kinds) and len(child) >= 2 and count(child) > 0
+    }
+    if name is not None:
+        if name not in candidates:
+            near = nearest_name(name, candidates)
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise ConfigError(f"pipeline_blocks={name!r} is not a stack of blocks{hint} (stacks: {sorted(candidates)})")
+        return name, candidates[name]
+    if not candidates:
+        lists = {
+            path: len(child)
+            for path, child in module.named_modules()
+            if isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) and path
+        }
+        seen = ", ".join(f"{path!r} ({length})" for path, length in lists.items()) or "none"
+        raise ConfigError(
+            "pipeline_parallel_size > 1 needs a stack of blocks (an nn.ModuleList or nn.Sequential of at least two "
+            f"modules with parameters, or an nn.ModuleDict named by pipeline_blocks); {type(module).__name__} has none "
+            f"(containers and their lengths: {seen})"
+        )
+    sizes = {path: count(child) for path, child in candidates.items()}
+    largest = max(sizes.values())
+    best = [path for path in candidates if sizes[path] == largest]
+    # Of nested stacks with the same parameters the inner one is the stack of blocks.
+    inner = [path for path in best if not any(other.startswith(f"{path}." if path else "") for other in best if other != path)]
+    owners = {path.rpartition(".")[0] for path in inner}
+    if len(inner) > 1 and (len(owners) > 1 or len({len(candidates[path]) for path in inner}) > 1):
+        raise ConfigError(
+            f"two stacks of blocks are equally large ({largest:,} parameters): {' and '.join(map(repr, inner))}. Say "
+            f"which one to cut: pipeline_blocks={inner[0]!r} or pipeline_blocks={inner[1]!r}"
+        )
+    return inner[0], candidates[inner[0]]
+
+
+def _expand(module: nn.Module, names: Sequence[str], num_stages: int) -> list[str]:
+    """Open Sequentials among the blocks (which only call their children in turn) until the stages can be balanced."""
+    names = list(names)
+    while True:
+        costs = [count(module.get_submodule(name)) for name in names]
+        share = sum(costs) / num_stages
+        order = sorted(range(len(names)), key=lambda i: -costs[i])
+        if len(names) >= num_stages:
+            order = [i for i in order if costs[i] > 1.25 * share]
+        for index in order:
+            block = module.get_submodule(names[index])
+            if type(block) is nn.Sequential and sum(count(child) > 0 for child in block) >= 2:
+                names[index : index + 1] = [f"{names[index]}.{child}" for child, _ in block.named_children()]
+                break
+        else:
+            return names
+
+
+def plan_stages(
+    module: nn.Module,
+    num_stages: int,
+    *,
+    stack: str | None = None,
+    split: tuple[int, ...] | None = None,
+    keep: Mapping[str, str] | None = None,
+    survey: Survey | None = None,
+) -> StagePlan:
+    """Decide which stage holds what.
+
+    Args:
+        module: the whole module, real or on the meta device.
+        num_stages: pipeline size.
+        stack: dotted name of the stack, ``None`` to find it.
+        split: blocks per stage, ``None`` to balance parameters.
+        keep: outside module name -> ``"first"``, ``"last"`` or ``"all"``; goes before everything else.
+        survey: where a run of the step was seen to use each outside module; without one, registration order decides.
+
+    Raises:
+        ConfigError: fewer blocks than stages, a split that does not add up, unknown names or places, a stack that the
+            step was seen to use in a way that cannot be cut.
+    """
+    path, blocks = find_stack(module, stack)
+    for name, block in blocks.named_children():
+        if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+            raise ConfigError(
+                f"pipeline_blocks={path!r} cannot be cut: its block {name!r} is an nn.{type(block).__name__}, which is "
+                "not called as a whole; make the block a module with a forward, or name another stack"
+            )
+    names = [f"{path}.{name}" if path else name for name, _ in blocks.named_children()]
+    if type(blocks) is nn.Sequential and split is None:
+        names = _expand(module, names, num_stages)
+    beside = _beside(module, path, len(names), keep or {})
+    taken = {name for group in beside for name in group}
+    outside: dict[str, str] = {}
+    parts = path.split(".") if path else []
+    for depth in range(len(parts)):
+        owner_path = ".".join(parts[:depth])
+        owner = module.get_submodule(owner_path)
+        passed = False
+        for child_name, child in owner.named_children():
+            if child_name == parts[depth]:
+                passed = True
+                continue
+            full = f"{owner_path}.{child_name}" if owner_path else child_name
+            if any(name.startswith(f"{full}.") for name in taken):
+                continue
+            if next(child.parameters(), None) is not None:
+                outside[full] = "last" if passed else "first"
+    if survey is not None:
+        outside.update({name: place for name, place in survey.places(outside, path).items() if name in outside})
+    for name, place in (keep or {}).items():
+        if place not in PLACES:
+            raise ConfigError(f"pipeline_keep[{name!r}]={place!r} is not one of {', '.join(PLACES)}")
+        if name not in outside:
+            near = nearest_name(name, outside)
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise ConfigError(f"pipeline_keep names {name!r}, not a module beside the stack{hint}: {sorted(outside)}")
+        outside[name] = place
+    costs = [sum(count(module.get_submodule(n)) for n in (name, *group)) for name, group in zip(names, beside)]
+    cost_of = {name: count(module.get_submodule(name)) for name in outside}
+    before = sum(cost for name, cost in cost_of.items() if outside[name] != "last")
+    after = sum(cost for name, cost in cost_of.items() if outside[name] != "first")
+    if split is None:
+        ranges = split_blocks([float(c) for c in costs], num_stages, float(before), float(after))
+    else:
+        if len(split) != num_stages:
+            raise ConfigError(f"pipeline_split={split} names {len(split)} stages, pipeline_parallel_size={num_stages}")
+        ranges = given_split(split, len(costs))
+    return StagePlan(path, ranges, tuple(costs), outside, before, after, tuple(names), beside)
+
+
+def _beside(module: nn.Module, path: str, length: int, placed: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
+    """Equally long lists of modules next to the stack: item ``i`` of each is taken to run with block ``i``."""
+    owner_path, _, own = path.rpartition(".")
+    groups: list[list[str]] = [[] for _ in range(length)]
+    for name, child in module.get_submodule(owner_path).named_children():
+        if name == own or not isinstance(child, nn.ModuleList) or len(child) != length or count(child) == 0:
+            continue
+        full = f"{owner_path}.{name}" if owner_path else name
+        if full in placed:
+            continue
+        for index, (key, _) in enumerate(child.named_children()):
+            groups[index].append(f"{full}.{key}")
+    return tuple(map(tuple, groups))

@@ -1,0 +1,190 @@
+"""One process plays all stages of the product's own pipeline cut, and compares loss and every gradient."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megapar.config import ConfigError
+from lightning_megapar.pipeline.cut import StageCut, StageError, plan_stages
+from lightning_megapar.pipeline.nest import flatten, unflatten
+from lightning_megapar.pipeline.rehearsal import ROUNDS, learn, notes_of, rehearsing, state_kept
+
+Step = Callable[[nn.Module], Tensor]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``exact``, ``refused``, ``wrong`` or ``crash``, with the reason; what travels besides the hidden state."""
+
+    kind: str
+    reason: str = ""
+    error: float = 0.0
+    carried: tuple[str, ...] = ()
+
+
+def send(boundary: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
+    """As a channel does it: fresh leaf tensors, everything else through pickle.
+
+    Returns:
+        the received nest, and the pairs of tensors (sent, received) through which gradients go back.
+    """
+    leaves, spec = flatten(boundary)
+    sent, received = [], []
+    rebuilt = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            rebuilt.append(pickle.loads(pickle.dumps(leaf)))
+            continue
+        fresh = leaf.detach().clone(memory_format=torch.contiguous_format).requires_grad_(leaf.requires_grad)
+        if leaf.requires_grad:
+            sent.append(leaf)
+            received.append(fresh)
+        rebuilt.append(fresh)
+    return unflatten(rebuilt, spec), sent, received
+
+
+class Stages:
+    """A module cut into stages that live side by side.
+
+    Args:
+        module: the whole module; it is copied for each stage.
+        stages: how many.
+        options: of ``plan_stages``.
+    """
+
+    def __init__(self, module: nn.Module, stages: int, **options: Any) -> None:
+        self.modules = [copy.deepcopy(module) for _ in range(stages)]
+        self.cuts = []
+        for stage, held in enumerate(self.modules):
+            cut = StageCut(held, plan_stages(held, stages, **options), stage)
+            cut.install_hooks()
+            self.cuts.append(cut)
+
+    def rehearse(self, step: Step) -> None:
+        for _ in range(ROUNDS):
+            received, notes = None, []
+            for module, cut in zip(self.modules, self.cuts):
+                with state_kept(module):
+                    with rehearsing(cut):
+                        finished, value = cut.call(lambda module=module: step(module), received)
+                    notes.append(notes_of(cut))
+                if not finished:
+                    received = send(value)[0]
+            if not any([learn(cut, notes) for cut in self.cuts]):
+                return
+        raise StageError("no end of needs")
+
+    def run(self, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and summed gradients of one microbatch."""
+        received: Any = None
+        links = []
+        loss = None
+        for module, cut in zip(self.modules, self.cuts):
+            finished, value = cut.call(lambda module=module: step(module), received)
+            if finished:
+                loss = value
+            else:
+                received, *pair = send(value)
+                links.append(pair)
+        assert loss is not None
+        loss.backward()
+        for sent, got in reversed(links):
+            if sent:
+                torch.autograd.backward(sent, [torch.zeros_like(g) if g.grad is None else g.grad for g in got])
+        return loss.detach(), self.gradients()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By name, summed over the stages that hold a parameter."""
+        total: dict[str, Tensor] = {}
+        for module in self.modules:
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if parameter.grad is not None:
+                    total[name] = total[name] + parameter.grad if name in total else parameter.grad.clone()
+        return total
+
+
+def aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Canonical parameter name -> all its names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {found[0]: tuple(found) for found in names.values()}
+
+
+def largest_difference(expected: dict[str, Tensor], actual: dict[str, Tensor], names: dict[str, tuple[str, ...]]) -> float:
+    """Relative to each gradient's largest entry, or a thousandth of the model's largest where that is more.
+
+    ``actual`` holds what single stages found, under whatever name a stage knows the parameter by.
+    """
+    floor = 1e-3 * max(float(g.abs().max()) for g in expected.values())
+    worst = 0.0
+    for name, gradient in expected.items():
+        found = torch.zeros_like(gradient)
+        for alias in names[name]:
+            if alias in actual:
+                found = found + actual[alias]
+        worst = max(worst, float((found - gradient).abs().max() / max(float(gradient.abs().max()), floor)))
+    return worst
+
+
+def summed(stages: Stages, names: dict[str, tuple[str, ...]]) -> dict[str, Tensor]:
+    """Gradients by canonical name. Aliases that are one Parameter on a stage count once there."""
+    total: dict[str, Tensor] = {}
+    canonical = {alias: name for name, found in names.items() for alias in found}
+    for module in stages.modules:
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                key = canonical[name]
+                total[key] = total[key] + parameter.grad if key in total else parameter.grad.clone()
+    return total
+
+
+def judge(
+    module: nn.Module,
+    step: Step,
+    loss: float,
+    gradients: dict[str, Tensor],
+    *,
+    stages: int = 2,
+    tolerance: float = 1e-9,
+    **options: Any,
+) -> Verdict:
+    """Cut a module, rehearse, run two microbatches one after the other, compare with one process.
+
+    Args:
+        module: the whole module, without gradients.
+        step: the loss of a module.
+        loss, gradients: of one process.
+        tolerance: relative.
+        options: of ``plan_stages``.
+    """
+    names = aliases(module)
+    try:
+        played = Stages(module, stages, **options)
+        played.rehearse(step)
+    except (ConfigError, StageError) as error:
+        return Verdict("refused", str(error))
+    except Exception as error:
+        return Verdict("crash", f"set-up: {type(error).__name__}: {error}")
+    try:
+        found, _ = played.run(step)
+    except Exception as error:
+        return Verdict("crash", f"{type(error).__name__}: {error}")
+    actual = summed(played, names)
+    error = max(
+        abs(float(found) - loss) / max(abs(loss), 1e-12),
+        largest_difference(gradients, actual, {name: (name,) for name in gradients}),
+    )
+    carried = tuple(sorted({source.describe() for cut in played.cuts for source in cut.carried}))
+    extra = set(actual) - set(gradients)
+    missing = {name for name in gradients if name not in actual}
+    if error > tolerance or extra or missing:
+        return Verdict("wrong", f"off by {error:.1e}; on one side only: {sorted(extra | missing)[:3]}", error, carried)
+    return Verdict("exact", "", error, carried)
