@@ -38,7 +38,7 @@ from lightning_megapar.data_parallel.parameters import LogicalParameter, trainab
 from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.cut import StageCut
-from lightning_megapar.pipeline.rehearsal import rehearse
+from lightning_megapar.pipeline.rehearsal import Rehearsal
 from lightning_megapar.pipeline.runtime import PipelineRuntime
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule
 from lightning_megapar.random_streams import RandomStreams, generators_kept
@@ -220,22 +220,24 @@ class Stepper:
             return
         self._rehearsed.add(kind)
         piece, count = pieces[0]
+        rehearsal = Rehearsal(self.cut)
 
         def once() -> None:
             recorder = LogRecorder()
             recorder.begin_microbatch(0, count)
 
-            def forward(microbatch: int, received: Any) -> tuple[bool, Any]:
+            def forward(received: Any) -> tuple[bool, Any]:
                 with recorder.attached(results):
-                    finished, value = self._call(lambda: step(piece), microbatch, received)
+                    finished, value = self._call(lambda: step(piece), 0, received)
                 if finished:
                     recorder.complete()
                 return finished, value
 
             with self._keep_generators():
-                self.runtime.run(self._schedule("forward", 1), forward)
+                schedule = self._schedule("forward", 1)
+                self.runtime.run(schedule, lambda _, received: rehearsal.forward(forward, received))
 
-        rehearse(self.cut, once)
+        rehearsal.run(once)
 
     def _fill_absent_logs(self, recorder: LogRecorder) -> None:
         if self.cut is None or not self.cut.is_last:

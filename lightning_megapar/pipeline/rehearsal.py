@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Notes:
     needs: frozenset[Source]
     copies: frozenset[str]
     escapes: frozenset[tuple[str, str]]
+    error: str = ""
 
 
 class Watch(TorchDispatchMode):
@@ -132,27 +133,62 @@ def learn(cut: StageCut, everybody: Sequence[Notes]) -> bool:
     return changed
 
 
-def rehearse(cut: StageCut, run: Callable[[], None]) -> None:
-    """Rehearse until nothing new is learnt. Collective over all ranks.
+class Rehearsal:
+    """The rehearsals of one stage.
 
     Args:
         cut: this stage's.
-        run: runs one microbatch forward over the stages.
-
-    Raises:
-        StageError: for what cannot be cut, with the remedy.
     """
-    for _ in range(ROUNDS):
-        with state_kept(cut.module), rehearsing(cut):
-            run()
-        everybody: list[Any] = [None] * dist.get_world_size()
-        # Over all ranks: data ranks that take different branches must still rehearse equally often.
-        dist.all_gather_object(everybody, notes_of(cut))
-        if not learn(cut, everybody):
-            return
-    raise StageError(
-        f"after {ROUNDS} rehearsals a stage still needs more from earlier ones: "
-        f"{', '.join(sorted(s.describe() for s, _ in cut.known)[:5])}, ...; use pipeline_parallel_size=1 for this module"
+
+    def __init__(self, cut: StageCut) -> None:
+        self.cut = cut
+        self.error: Exception | None = None
+
+    def forward(self, forward: Callable[[Any], tuple[bool, Any]], received: Any) -> tuple[bool, Any]:
+        """Run one forward; an error does not leave the next stages waiting, :meth:`run` raises it on every rank."""
+        if received is not None and "failed" in received:
+            return self.cut.is_last, received
+        try:
+            return forward(received)
+        except Exception as error:
+            self.error = error
+            return self.cut.is_last, {"failed": True}
+
+    def run(self, once: Callable[[], None]) -> None:
+        """Rehearse until nothing new is learnt. Collective over all ranks.
+
+        Args:
+            once: runs one microbatch forward over the stages, each by :meth:`forward`.
+
+        Raises:
+            StageError: on every rank, for what cannot be cut, with the remedy.
+        """
+        cut = self.cut
+        for _ in range(ROUNDS):
+            with state_kept(cut.module), rehearsing(cut):
+                once()
+            notes = notes_of(cut)
+            if self.error is not None:
+                notes = replace(notes, error=f"{type(self.error).__name__}: {self.error}")
+            everybody: list[Any] = [None] * dist.get_world_size()
+            # Over all ranks: data ranks that take different branches must still rehearse equally often.
+            dist.all_gather_object(everybody, notes)
+            if self.error is not None:
+                raise self.error
+            for other in everybody:
+                if other.error:
+                    raise StageError(f"the first step failed on pipeline stage {other.stage}: {other.error}")
+            if not learn(cut, everybody):
+                return
+        raise StageError(endless(cut))
+
+
+def endless(cut: StageCut) -> str:
+    """The message when the needs of a step do not settle."""
+    needed = ", ".join(sorted(s.describe() for s, _ in cut.known)[:5])
+    return (
+        f"after {ROUNDS} rehearsals a stage still needs more from earlier ones ({needed}, ...); "
+        "use pipeline_parallel_size=1 for this module"
     )
 
 

@@ -126,6 +126,65 @@ def _expand(module: nn.Module, names: Sequence[str], num_stages: int) -> list[st
             return names
 
 
+def blocks_of(
+    module: nn.Module, num_stages: int, *, stack: str | None = None, split: tuple[int, ...] | None = None
+) -> tuple[str, list[str]]:
+    """Dotted names of the stack to cut and of its blocks.
+
+    Raises:
+        ConfigError: see :func:`find_stack`; also for a stack whose items are not called as a whole.
+    """
+    path, blocks = find_stack(module, stack)
+    for name, block in blocks.named_children():
+        if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+            raise ConfigError(
+                f"pipeline_blocks={path!r} cannot be cut: its block {name!r} is an nn.{type(block).__name__}, which is "
+                "not called as a whole; make the block a module with a forward, or name another stack"
+            )
+    names = [f"{path}.{name}" if path else name for name, _ in blocks.named_children()]
+    if type(blocks) is nn.Sequential and split is None:
+        names = _expand(module, names, num_stages)
+    return path, names
+
+
+def outside_of(module: nn.Module, path: str) -> dict[str, str]:
+    """Modules with parameters beside the path to the stack -> ``"first"`` or ``"last"`` by registration order."""
+    outside: dict[str, str] = {}
+    parts = path.split(".") if path else []
+    for depth in range(len(parts)):
+        owner_path = ".".join(parts[:depth])
+        passed = False
+        for child_name, child in module.get_submodule(owner_path).named_children():
+            if child_name == parts[depth]:
+                passed = True
+            elif next(child.parameters(), None) is not None:
+                outside[f"{owner_path}.{child_name}" if owner_path else child_name] = "last" if passed else "first"
+    return outside
+
+
+def _refuse_calls(path: str, names: Sequence[str], survey: Survey) -> None:
+    """A stack that the step was seen to walk in a way that has no stages."""
+    calls = survey.calls
+    if not calls:
+        raise ConfigError(
+            f"the step never called the pipelined stack {path!r}; name the one that it calls (pipeline_blocks=...)"
+        )
+    passes = calls.count(calls[0])
+    if passes > 1:
+        raise ConfigError(
+            f"the pipelined stack {path!r} was called {passes} times in one step; under pipeline_parallel_size > 1 a "
+            "step may call it once (use pipeline_parallel_size=1 for this module, or name another stack by "
+            "pipeline_blocks)"
+        )
+    late = next((b for a, b in zip(calls, calls[1:]) if b <= a), None)
+    if late is not None:
+        raise ConfigError(
+            f"block {names[late]!r} of the pipelined stack {path!r} is called after {names[late + 1]!r} or twice; under "
+            "pipeline_parallel_size > 1 a step must call the blocks in order (name another stack by pipeline_blocks, or "
+            "use pipeline_parallel_size=1 for this module)"
+        )
+
+
 def plan_stages(
     module: nn.Module,
     num_stages: int,
@@ -149,35 +208,15 @@ def plan_stages(
         ConfigError: fewer blocks than stages, a split that does not add up, unknown names or places, a stack that the
             step was seen to use in a way that cannot be cut.
     """
-    path, blocks = find_stack(module, stack)
-    for name, block in blocks.named_children():
-        if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
-            raise ConfigError(
-                f"pipeline_blocks={path!r} cannot be cut: its block {name!r} is an nn.{type(block).__name__}, which is "
-                "not called as a whole; make the block a module with a forward, or name another stack"
-            )
-    names = [f"{path}.{name}" if path else name for name, _ in blocks.named_children()]
-    if type(blocks) is nn.Sequential and split is None:
-        names = _expand(module, names, num_stages)
-    beside = _beside(module, path, len(names), keep or {})
-    taken = {name for group in beside for name in group}
-    outside: dict[str, str] = {}
-    parts = path.split(".") if path else []
-    for depth in range(len(parts)):
-        owner_path = ".".join(parts[:depth])
-        owner = module.get_submodule(owner_path)
-        passed = False
-        for child_name, child in owner.named_children():
-            if child_name == parts[depth]:
-                passed = True
-                continue
-            full = f"{owner_path}.{child_name}" if owner_path else child_name
-            if any(name.startswith(f"{full}.") for name in taken):
-                continue
-            if next(child.parameters(), None) is not None:
-                outside[full] = "last" if passed else "first"
+    path, names = blocks_of(module, num_stages, stack=stack, split=split)
     if survey is not None:
-        outside.update({name: place for name, place in survey.places(outside, path).items() if name in outside})
+        _refuse_calls(path, names, survey)
+    beside = _beside(module, path, len(names), keep or {}, survey)
+    taken = {name for group in beside for name in group}
+    outside = {}
+    for name, place in outside_of(module, path).items():
+        if not any(other.startswith(f"{name}.") for other in taken):
+            outside[name] = (survey.place(name) if survey is not None else None) or place
     for name, place in (keep or {}).items():
         if place not in PLACES:
             raise ConfigError(f"pipeline_keep[{name!r}]={place!r} is not one of {', '.join(PLACES)}")
@@ -199,7 +238,9 @@ def plan_stages(
     return StagePlan(path, ranges, tuple(costs), outside, before, after, tuple(names), beside)
 
 
-def _beside(module: nn.Module, path: str, length: int, placed: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
+def _beside(
+    module: nn.Module, path: str, length: int, placed: Mapping[str, str], survey: Survey | None
+) -> tuple[tuple[str, ...], ...]:
     """Equally long lists of modules next to the stack: item ``i`` of each is taken to run with block ``i``."""
     owner_path, _, own = path.rpartition(".")
     groups: list[list[str]] = [[] for _ in range(length)]
@@ -207,7 +248,7 @@ def _beside(module: nn.Module, path: str, length: int, placed: Mapping[str, str]
         if name == own or not isinstance(child, nn.ModuleList) or len(child) != length or count(child) == 0:
             continue
         full = f"{owner_path}.{name}" if owner_path else name
-        if full in placed:
+        if full in placed or (survey is not None and survey.place(full) in ("first", "last")):
             continue
         for index, (key, _) in enumerate(child.named_children()):
             groups[index].append(f"{full}.{key}")

@@ -1,14 +1,186 @@
-"""Where one run of a user's step was seen to use each module."""
+"""Where one run of a user's step uses each module: before, inside or after the stack of blocks.
+
+The step runs once on the whole module, before it is cut: on a copy without numbers (the meta device: no memory, no
+time), else with numbers where there are any. What is used is seen from the parameters and buffers that operations
+read, so that a weight read without calling its module counts as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+BEFORE, INSIDE, AFTER = "before", "inside", "after"
 
 
 @dataclass(frozen=True)
 class Survey:
-    """placeholder"""
+    """What a run of the step showed. The same on every rank (the first rank's counts).
 
-    def places(self, names: Iterable[str], stack: str) -> dict[str, str]:
-        return {}
+    Args:
+        uses: dotted name of a module beside the blocks -> when it was used (``before``, ``inside``, ``after``).
+        calls: indices of the blocks, in the order in which they were called.
+        complete: whether the step ran to its end.
+    """
+
+    uses: Mapping[str, frozenset[str]]
+    calls: tuple[int, ...]
+    complete: bool = True
+
+    def place(self, name: str) -> str | None:
+        """``"first"``, ``"last"`` or ``"all"`` for a module beside the stack; ``None`` when it was not used."""
+        uses = self.uses.get(name, frozenset())
+        if not uses:
+            return None
+        if len(uses) > 1 or INSIDE in uses:
+            return "all"
+        return "first" if BEFORE in uses else "last"
+
+
+class _Record(TorchDispatchMode):
+    """Notes which of the given storages are read, and when."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, owners: Mapping[int, frozenset[str]]) -> None:
+        super().__init__()
+        self.owners = owners
+        self.time = 0
+        self.calls: list[int] = []
+        self.block_times: list[int] = []
+        self.events: list[tuple[int, str]] = []
+        self.running: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.time += 1
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                names = self.owners.get(_address(leaf))
+                if names:
+                    # A tied value belongs to whichever of its modules is running, else to all of them.
+                    now = [name for name in self.running if name in names]
+                    self.events += [(self.time, name) for name in now[-1:] or names]
+        return func(*args, **(kwargs or {}))
+
+
+def _address(tensor: Tensor) -> int:
+    return StorageWeakRef(tensor.untyped_storage()).cdata
+
+
+def observe(module: nn.Module, run: Callable[[], Any], blocks: Sequence[str], names: Iterable[str]) -> Survey | None:
+    """Run a step and see when it uses what.
+
+    Args:
+        module: the whole module (or a copy of it without numbers).
+        run: runs the step once.
+        blocks: dotted names of the blocks, in order.
+        names: dotted names of the modules to place.
+
+    Returns:
+        ``None`` when the run failed before it had called the blocks.
+    """
+    names = list(names)
+    owners: dict[int, set[str]] = {}
+    for name in names:
+        for tensor in (*module.get_submodule(name).parameters(), *module.get_submodule(name).buffers()):
+            owners.setdefault(_address(tensor), set()).add(name)
+    record = _Record({address: frozenset(found) for address, found in owners.items()})
+    handles = []
+
+    def enter_block(index: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            record.time += 1
+            record.calls.append(index)
+            record.block_times.append(record.time)
+
+        return hook
+
+    def leave_block(*_: Any) -> None:
+        record.time += 1
+        record.block_times.append(record.time)
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            record.time += 1
+            record.running.append(name)
+            record.events.append((record.time, name))
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        if record.running:
+            record.running.pop()
+
+    for index, name in enumerate(blocks):
+        block = module.get_submodule(name)
+        handles += [block.register_forward_pre_hook(enter_block(index)), block.register_forward_hook(leave_block)]
+    for name in names:
+        child = module.get_submodule(name)
+        handles += [child.register_forward_pre_hook(enter(name)), child.register_forward_hook(leave)]
+    complete = True
+    try:
+        with torch.no_grad(), record:
+            run()
+    except Exception:  # whatever somebody's step raises without numbers: then this run says less
+        complete = False
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not complete and len(set(record.calls)) < len(blocks):
+        return None
+    uses: dict[str, set[str]] = {name: set() for name in names}
+    first = min(record.block_times, default=0)
+    last = max(record.block_times, default=0)
+    for time, name in record.events:
+        uses[name].add(BEFORE if time < first else AFTER if time > last else INSIDE)
+    return Survey({name: frozenset(found) for name, found in uses.items()}, tuple(record.calls), complete)
+
+
+def without_numbers(module: nn.Module) -> Any:
+    """A copy of a module on the meta device: same classes and attributes, no storage, shared parameters shared."""
+    made: dict[int, Any] = {}
+
+    def tensor(value: Any) -> Any:
+        if value is None:
+            return None
+        if id(value) not in made:
+            empty = torch.empty_like(value, device="meta", requires_grad=False)
+            if isinstance(value, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=value.requires_grad)
+            made[id(value)] = (empty, value)
+        return made[id(value)][0]
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return copied(value)
+        return tensor(value) if isinstance(value, Tensor) else value
+
+    def copied(original: nn.Module) -> Any:
+        if id(original) in made:
+            return made[id(original)][0]
+        new: Any = object.__new__(type(original))
+        made[id(original)] = (new, original)
+        own = dict(vars(original))
+        own["_parameters"] = {k: tensor(v) for k, v in original._parameters.items()}
+        own["_buffers"] = {k: tensor(v) for k, v in original._buffers.items()}
+        own["_modules"] = {k: None if v is None else copied(v) for k, v in original._modules.items()}
+        for key, value in vars(original).items():
+            if key.endswith("_hooks") or key.endswith("_hooks_with_kwargs"):
+                own[key] = type(value)(value) if isinstance(value, dict) else value
+            elif key not in own or key in ("_parameters", "_buffers", "_modules"):
+                continue
+            elif any(isinstance(x, (Tensor, nn.Module)) for x in tree_leaves(value)):
+                own[key] = tree_map(leaf, value)
+            elif type(value) in (list, dict, set):
+                own[key] = type(value)(value)
+        new.__dict__.update(own)
+        return new
+
+    return copied(module)

@@ -7,6 +7,7 @@ and ``reference`` runs its loss and backward in one process. What cannot run alo
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -325,7 +326,7 @@ def reference(architecture: Architecture, *, hidden: int = 32, layers: int = 4, 
     """Build the model and run loss and backward once, in float64 if that runs, else in float32.
 
     Returns:
-        the model with its gradients cleared, and what came out.
+        the model as it was before, and what came out.
 
     Raises:
         CannotRunAlone: with the reason.
@@ -336,6 +337,7 @@ def reference(architecture: Architecture, *, hidden: int = 32, layers: int = 4, 
         if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
             model.config._experts_implementation = "eager"  # grouped matrix products have no float64
         model = model.to(dtype)
+        untouched = copy.deepcopy(model)  # a run may leave states behind
         try:
             loss = loss_of(model, ids)
             loss.backward()
@@ -345,6 +347,5 @@ def reference(architecture: Architecture, *, hidden: int = 32, layers: int = 4, 
         gradients = gradients_of(model)
         if not torch.isfinite(loss) or len(gradients) <= 5:
             raise CannotRunAlone(f"loss {float(loss.detach())} with {len(gradients)} gradients")
-        model.zero_grad(set_to_none=True)
-        return Reference(model, float(loss.detach()), gradients, dtype)
+        return Reference(untouched, float(loss.detach()), gradients, dtype)
     raise CannotRunAlone(reason)

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from lightning_megapar.config import ConfigError
 from lightning_megapar.pipeline.cut import StageCut, StageError, plan_stages
 from lightning_megapar.pipeline.nest import flatten, unflatten
-from lightning_megapar.pipeline.rehearsal import ROUNDS, learn, notes_of, rehearsing, state_kept
+from lightning_megapar.pipeline.rehearsal import ROUNDS, endless, learn, notes_of, rehearsing, state_kept
+
+from lightning_megapar.pipeline.stages import blocks_of, outside_of
+from lightning_megapar.pipeline.survey import Survey, observe, without_numbers
 
 Step = Callable[[nn.Module], Tensor]
 
@@ -50,6 +53,20 @@ def send(boundary: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
     return unflatten(rebuilt, spec), sent, received
 
 
+def survey_of(
+    module: nn.Module, step: Step, stages: int, stack: str | None = None, split: Any = None, **_: Any
+) -> Survey | None:
+    """As the product does it: on a copy without numbers, else with numbers."""
+    path, blocks = blocks_of(module, stages, stack=stack, split=split)
+    names = [*outside_of(module, path)]
+    empty = without_numbers(module)
+    found = observe(empty, lambda: step(empty), blocks, names)
+    if found is not None and found.complete:
+        return found
+    with state_kept(module):
+        return observe(module, lambda: step(module), blocks, names) or found
+
+
 class Stages:
     """A module cut into stages that live side by side.
 
@@ -59,11 +76,12 @@ class Stages:
         options: of ``plan_stages``.
     """
 
-    def __init__(self, module: nn.Module, stages: int, **options: Any) -> None:
+    def __init__(self, module: nn.Module, stages: int, survey: Survey | None = None, **options: Any) -> None:
         self.modules = [copy.deepcopy(module) for _ in range(stages)]
         self.cuts = []
+        self.plan = plan_stages(module, stages, survey=survey, **options)
         for stage, held in enumerate(self.modules):
-            cut = StageCut(held, plan_stages(held, stages, **options), stage)
+            cut = StageCut(held, self.plan, stage)
             cut.install_hooks()
             self.cuts.append(cut)
 
@@ -79,7 +97,7 @@ class Stages:
                     received = send(value)[0]
             if not any([learn(cut, notes) for cut in self.cuts]):
                 return
-        raise StageError("no end of needs")
+        raise StageError(endless(self.cuts[0]))
 
     def run(self, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and summed gradients of one microbatch."""
@@ -167,7 +185,7 @@ def judge(
     """
     names = aliases(module)
     try:
-        played = Stages(module, stages, **options)
+        played = Stages(module, stages, survey_of(module, step, stages, **options), **options)
         played.rehearse(step)
     except (ConfigError, StageError) as error:
         return Verdict("refused", str(error))
