@@ -57,12 +57,14 @@ class Ledger:
         recording: note needs and go on with zeros (the rehearsal), instead of stopping.
         needs: sources whose numbers are needed here.
         copies: modules whose travelling result the step modified in place.
+        changing: modules that change containers among their arguments.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     recording: bool = False
     needs: set[Source] = field(default_factory=set)
     copies: set[str] = field(default_factory=set)
+    changing: set[str] = field(default_factory=set)
 
     def use(self, sources: Iterable[Source]) -> None:
         """Called when the numbers of these sources are needed on this stage.

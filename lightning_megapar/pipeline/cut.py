@@ -18,6 +18,7 @@ of a module that contains the stack) are reported by canonical name, so that the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megapar.pipeline.away import Away, Ledger, Source, StageError, present
+from lightning_megapar.pipeline.changes import Changed, apply_changes, changes, snapshot
 from lightning_megapar.pipeline.nest import Shape, Unsent, flatten, is_plain, map_leaves, replace, same, tensors_of, without_tensors
 from lightning_megapar.pipeline.stages import StagePlan, find_stack, plan_stages
 from lightning_megapar.pipeline.stand_ins import StandIn, replace_child
@@ -90,6 +92,8 @@ class StageCut:
         """Which stage needs which result besides the one that is handed on; the same on all stages."""
         self.copied: set[str] = set()
         """Modules whose result the step modifies in place, although it also travels: the step gets a copy."""
+        self.changing: set[str] = set()
+        """Modules that change containers among their arguments (a dict that blocks share): the changes travel too."""
         self.watch: Any = None
         self._stages = plan.stage_of()
         self._index = {name: i for i, name in enumerate(plan.blocks)}
@@ -147,6 +151,7 @@ class StageCut:
         self._usual: Any = None
         self._handed: Key | None = None
         self._calls: dict[str, int] = {}
+        self._arguments: list[Any] = []
         self._next = 0
 
     def _count(self, name: str) -> Key:
@@ -163,22 +168,24 @@ class StageCut:
                 f"the pipelined stack {self.plan.stack!r} was called 2 times in one step; under "
                 "pipeline_parallel_size > 1 a step may call it once (use pipeline_parallel_size=1 for this module)"
             )
-        if index != self._next:
-            missing = self._next if index > self._next else index
-            problem = "not called before its successors" if index > self._next else "called more than once"
-            raise StageError(self._out_of_order(missing, problem))
-        self._next += 1
+        if index < self._next:
+            raise StageError(self._out_of_order(index, "called after its successors, or twice"))
+        self._next = index + 1
 
     def _out_of_order(self, index: int, problem: str) -> str:
         return (
             f"block {index} of the pipelined stack {self.plan.stack!r} was {problem}; under "
-            "pipeline_parallel_size > 1 a step must call every block, in order (no layer drop, no early exit)"
+            "pipeline_parallel_size > 1 a step must call the blocks in order, at least one of every stage"
         )
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._active:
             return None
         self._in_order(name)
+        if self.ledger.recording:
+            refuse_autograd_function(name)
+        if self.watch is not None or name in self.changing:
+            self._arguments.append(snapshot(args, kwargs))
         if self.watch is not None:
             self.watch.enter(name)
         return replace(Away, present, args), replace(Away, present, kwargs)
@@ -187,10 +194,16 @@ class StageCut:
         if not self._active:
             return None
         output = replace(Away, present, output)  # what came in by another way than the arguments
+        value = output
+        if self.watch is not None or name in self.changing:
+            found = changes(self._arguments.pop())
+            if found:
+                value = Changed(output, found)
+                self.ledger.changing.add(name)
         if self.watch is not None:
-            self.watch.leave(output)
+            self.watch.leave(value)
         key = self._count(name)
-        self._results[key] = _Result(output, _versions(output))
+        self._results[key] = _Result(value, _versions(value))
         if name in self._group:
             self._handed = key
         return map_leaves(_copy, output) if name in self.copied else output
@@ -211,8 +224,6 @@ class StageCut:
                     f"Say where it is needed: pipeline_keep={{{name!r}: 'first'}} (or 'all')"
                 )
             self._in_order(name)
-            if self._next < self.stop:
-                raise StageError(self._out_of_order(self._next, "not called before its successors"))
             raise StageExit(self._boundary())
         self._in_order(name)
         key = self._count(name)
@@ -226,7 +237,11 @@ class StageCut:
                     f"pipeline_keep={{{name!r}: 'last'}} (or 'all')"
                 )
             result = self._usual
-        return self._present(key, result)
+        result = self._present(key, result)
+        if isinstance(result, Changed):
+            apply_changes(result.changes, args, kwargs)
+            return result.returned
+        return result
 
     def _present(self, key: Key, result: Any) -> Any:
         """A received result for the step: tensors as what a module returned, shapes as absent values."""
@@ -248,7 +263,8 @@ class StageCut:
     def _boundary(self) -> Boundary:
         """What the next stage gets."""
         handed = self._handed
-        assert handed is not None
+        if handed is None:
+            raise StageError(self._out_of_order(self.stop - 1, "not called before its successors"))
         results: dict[Key, Any] = {}
         for key, result in self._results.items():
             if (key == handed or key in self._travelling) and _versions(result.value) != result.versions:
@@ -297,6 +313,7 @@ class StageCut:
         self._received = received
         if received is not None:
             self._usual = without_tensors(received["results"][received["handed"]])
+            self._handed = received["handed"]
             self._results = {key: _Result(value, _versions(value)) for key, value in received["results"].items()}
         self._active = True
         try:
@@ -322,9 +339,26 @@ class StageCut:
                 return False, leaving.boundary
             if not self.is_last or self._next == 0:
                 raise StageError(self._never_called())
-            if self._next < len(self.plan.blocks):
-                raise StageError(self._out_of_order(self._next, "not called"))
             return True, replace(Away, present, output)
+
+
+def refuse_autograd_function(name: str) -> None:
+    """A module called inside a custom autograd function has no graph of its own that gradients could travel along."""
+    if torch.is_grad_enabled():
+        return
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount > 0:
+            context = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(context, torch.autograd.function.FunctionCtx):
+                kind = type(context).__qualname__.removesuffix("Backward")
+                raise StageError(
+                    f"{name!r} is called inside the autograd function {kind}, whose gradients cannot be cut between "
+                    "pipeline stages (for activation checkpointing use use_reentrant=False; reversible layers need "
+                    "pipeline_parallel_size=1)"
+                )
+        frame = frame.f_back
 
 
 def _versions(nest: Any) -> list[int]:

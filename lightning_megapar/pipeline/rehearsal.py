@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Notes:
     stage: int
     needs: frozenset[Source]
     copies: frozenset[str]
+    changing: frozenset[str]
     escapes: frozenset[tuple[str, str]]
     error: str = ""
 
@@ -92,6 +93,7 @@ def rehearsing(cut: StageCut) -> Iterator[None]:
     cut.ledger.recording = True
     cut.ledger.needs.clear()
     cut.ledger.copies.clear()
+    cut.ledger.changing.clear()
     cut.watch = Watch()
     try:
         with cut.watch:
@@ -100,18 +102,28 @@ def rehearsing(cut: StageCut) -> Iterator[None]:
         cut.ledger.recording = False
 
 
-def notes_of(cut: StageCut) -> Notes:
-    escapes = frozenset(cut.watch.escapes)
+def notes_of(cut: StageCut, error: Exception | None = None) -> Notes:
+    ledger, escapes = cut.ledger, cut.watch.escapes
     cut.watch = None
-    return Notes(cut.stage, frozenset(cut.ledger.needs), frozenset(cut.ledger.copies), escapes)
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    needs, copies, changing = frozenset(ledger.needs), frozenset(ledger.copies), frozenset(ledger.changing)
+    return Notes(cut.stage, needs, copies, changing, frozenset(escapes), text)
 
 
 def learn(cut: StageCut, everybody: Sequence[Notes]) -> bool:
     """Take over what all stages need. Whether anything is new (to any stage), so that another rehearsal must follow.
 
     Raises:
-        StageError: for what cannot be carried.
+        StageError: for what cannot be carried, and for an error of some stage when nothing new could mend it.
     """
+    known, copied, changing = cut.known, cut.copied, cut.changing
+    needs = frozenset((source, notes.stage) for notes in everybody for source in notes.needs)
+    copies = {name for notes in everybody for name in notes.copies}
+    changes = {name for notes in everybody for name in notes.changing}
+    changed = not (needs <= known and copies <= copied and changes <= changing)
+    cut.known, cut.copied, cut.changing = known | needs, copied | copies, changing | changes
+    stages = cut.plan.stage_of()
+    cut.carried = {source for source, stage in cut.known if stage > cut.stage and stages[source.unit] <= cut.stage}
     escapes = sorted({escape for notes in everybody for escape in notes.escapes})
     if escapes:
         made, used = escapes[0]
@@ -121,15 +133,9 @@ def learn(cut: StageCut, everybody: Sequence[Notes]) -> bool:
             "collected by a hook, such as auxiliary losses of experts); on another pipeline stage it would be missing. "
             "Return it along with the hidden state, or use pipeline_parallel_size=1 for this module"
         )
-    known, copied = cut.known, cut.copied
-    needs = frozenset((source, notes.stage) for notes in everybody for source in notes.needs)
-    copies = {name for notes in everybody for name in notes.copies}
-    changed = not (needs <= known and copies <= copied)
-    cut.known, cut.copied = known | needs, copied | copies
-    stages = cut.plan.stage_of()
-    cut.carried = {
-        source for source, stage in cut.known if stage > cut.stage and stages[source.unit] <= cut.stage
-    }
+    failed = [notes for notes in everybody if notes.error]
+    if failed and not changed:
+        raise StageError(f"the first step failed on pipeline stage {failed[0].stage}: {failed[0].error}")
     return changed
 
 
@@ -165,20 +171,17 @@ class Rehearsal:
         """
         cut = self.cut
         for _ in range(ROUNDS):
+            self.error = None
             with state_kept(cut.module), rehearsing(cut):
                 once()
-            notes = notes_of(cut)
-            if self.error is not None:
-                notes = replace(notes, error=f"{type(self.error).__name__}: {self.error}")
             everybody: list[Any] = [None] * dist.get_world_size()
             # Over all ranks: data ranks that take different branches must still rehearse equally often.
-            dist.all_gather_object(everybody, notes)
-            if self.error is not None:
-                raise self.error
-            for other in everybody:
-                if other.error:
-                    raise StageError(f"the first step failed on pipeline stage {other.stage}: {other.error}")
-            if not learn(cut, everybody):
+            dist.all_gather_object(everybody, notes_of(cut, self.error))
+            try:
+                again = learn(cut, everybody)
+            except StageError as error:
+                raise error from self.error
+            if not again:
                 return
         raise StageError(endless(cut))
 

@@ -147,9 +147,25 @@ def blocks_of(
     return path, names
 
 
-def outside_of(module: nn.Module, path: str) -> dict[str, str]:
-    """Modules with parameters beside the path to the stack -> ``"first"`` or ``"last"`` by registration order."""
+def outside_of(module: nn.Module, path: str, survey: Survey | None = None) -> dict[str, str]:
+    """Modules with parameters beside the path to the stack -> ``"first"`` or ``"last"`` by registration order.
+
+    What is not called as a whole (lists of modules; with a survey, whatever was not) is listed by its parts.
+    """
     outside: dict[str, str] = {}
+
+    def add(full: str, child: nn.Module, place: str) -> None:
+        if next(child.parameters(), None) is None:
+            return
+        apart = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if survey is not None and full not in survey.called:
+            apart = apart or any(name.startswith(f"{full}.") for name in survey.called)
+        if not apart:
+            outside[full] = place
+            return
+        for key, part in child.named_children():
+            add(f"{full}.{key}", part, place)
+
     parts = path.split(".") if path else []
     for depth in range(len(parts)):
         owner_path = ".".join(parts[:depth])
@@ -157,8 +173,8 @@ def outside_of(module: nn.Module, path: str) -> dict[str, str]:
         for child_name, child in module.get_submodule(owner_path).named_children():
             if child_name == parts[depth]:
                 passed = True
-            elif next(child.parameters(), None) is not None:
-                outside[f"{owner_path}.{child_name}" if owner_path else child_name] = "last" if passed else "first"
+            else:
+                add(f"{owner_path}.{child_name}" if owner_path else child_name, child, "last" if passed else "first")
     return outside
 
 
@@ -209,22 +225,24 @@ def plan_stages(
             step was seen to use in a way that cannot be cut.
     """
     path, names = blocks_of(module, num_stages, stack=stack, split=split)
+    _refuse_layer_drop(module, path)
     if survey is not None:
         _refuse_calls(path, names, survey)
     beside = _beside(module, path, len(names), keep or {}, survey)
     taken = {name for group in beside for name in group}
     outside = {}
-    for name, place in outside_of(module, path).items():
-        if not any(other.startswith(f"{name}.") for other in taken):
+    for name, place in outside_of(module, path, survey).items():
+        if name not in taken:
             outside[name] = (survey.place(name) if survey is not None else None) or place
     for name, place in (keep or {}).items():
         if place not in PLACES:
             raise ConfigError(f"pipeline_keep[{name!r}]={place!r} is not one of {', '.join(PLACES)}")
-        if name not in outside:
+        under = [full for full in outside if full == name or full.startswith(f"{name}.")]
+        if not under:
             near = nearest_name(name, outside)
             hint = f"; did you mean {near!r}?" if near else ""
             raise ConfigError(f"pipeline_keep names {name!r}, not a module beside the stack{hint}: {sorted(outside)}")
-        outside[name] = place
+        outside.update(dict.fromkeys(under, place))
     costs = [sum(count(module.get_submodule(n)) for n in (name, *group)) for name, group in zip(names, beside)]
     cost_of = {name: count(module.get_submodule(name)) for name in outside}
     before = sum(cost for name, cost in cost_of.items() if outside[name] != "last")
@@ -238,6 +256,20 @@ def plan_stages(
     return StagePlan(path, ranges, tuple(costs), outside, before, after, tuple(names), beside)
 
 
+def _refuse_layer_drop(module: nn.Module, path: str) -> None:
+    """Blocks that are left out at random would be so on one stage and not on another."""
+    parts = path.split(".") if path else []
+    owners = [".".join(parts[:depth]) for depth in range(len(parts))]
+    for owner in owners:
+        for name, value in vars(module.get_submodule(owner)).items():
+            if name.replace("_", "").endswith("layerdrop") and isinstance(value, float) and value > 0:
+                full = f"{owner}.{name}" if owner else name
+                raise ConfigError(
+                    f"{full}={value} leaves out blocks of the pipelined stack {path!r} at random, differently on every "
+                    "stage; set it to 0.0, or use pipeline_parallel_size=1"
+                )
+
+
 def _beside(
     module: nn.Module, path: str, length: int, placed: Mapping[str, str], survey: Survey | None
 ) -> tuple[tuple[str, ...], ...]:
@@ -249,7 +281,7 @@ def _beside(
             continue
         full = f"{owner_path}.{name}" if owner_path else name
         if full in placed or (survey is not None and survey.place(full) in ("first", "last")):
-            continue
+            continue  # runs before or after all blocks, whatever its length
         for index, (key, _) in enumerate(child.named_children()):
             groups[index].append(f"{full}.{key}")
     return tuple(map(tuple, groups))

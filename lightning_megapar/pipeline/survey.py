@@ -25,12 +25,15 @@ class Survey:
     """What a run of the step showed. The same on every rank (the first rank's counts).
 
     Args:
-        uses: dotted name of a module beside the blocks -> when it was used (``before``, ``inside``, ``after``).
+        uses: dotted name of a module beside the blocks, or of a part of one -> when it was used (``before``,
+            ``inside``, ``after``).
+        called: those of them that were called by something else than another one of them.
         calls: indices of the blocks, in the order in which they were called.
         complete: whether the step ran to its end.
     """
 
     uses: Mapping[str, frozenset[str]]
+    called: frozenset[str]
     calls: tuple[int, ...]
     complete: bool = True
 
@@ -86,13 +89,19 @@ def observe(module: nn.Module, run: Callable[[], Any], blocks: Sequence[str], na
     Returns:
         ``None`` when the run failed before it had called the blocks.
     """
-    names = list(names)
+    roots = list(names)
+    parts = {
+        f"{root}.{path}" if path else root: child
+        for root in roots
+        for path, child in module.get_submodule(root).named_modules()
+    }
     owners: dict[int, set[str]] = {}
-    for name in names:
-        for tensor in (*module.get_submodule(name).parameters(), *module.get_submodule(name).buffers()):
+    for name, child in parts.items():
+        for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
             owners.setdefault(_address(tensor), set()).add(name)
     record = _Record({address: frozenset(found) for address, found in owners.items()})
     handles = []
+    called: set[str] = set()
 
     def enter_block(index: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -109,6 +118,8 @@ def observe(module: nn.Module, run: Callable[[], Any], blocks: Sequence[str], na
     def enter(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             record.time += 1
+            if not record.running:
+                called.add(name)
             record.running.append(name)
             record.events.append((record.time, name))
 
@@ -121,8 +132,7 @@ def observe(module: nn.Module, run: Callable[[], Any], blocks: Sequence[str], na
     for index, name in enumerate(blocks):
         block = module.get_submodule(name)
         handles += [block.register_forward_pre_hook(enter_block(index)), block.register_forward_hook(leave_block)]
-    for name in names:
-        child = module.get_submodule(name)
+    for name, child in parts.items():
         handles += [child.register_forward_pre_hook(enter(name)), child.register_forward_hook(leave)]
     complete = True
     try:
@@ -135,12 +145,17 @@ def observe(module: nn.Module, run: Callable[[], Any], blocks: Sequence[str], na
             handle.remove()
     if not complete and len(set(record.calls)) < len(blocks):
         return None
-    uses: dict[str, set[str]] = {name: set() for name in names}
+    uses: dict[str, set[str]] = {name: set() for name in parts}
     first = min(record.block_times, default=0)
     last = max(record.block_times, default=0)
     for time, name in record.events:
-        uses[name].add(BEFORE if time < first else AFTER if time > last else INSIDE)
-    return Survey({name: frozenset(found) for name, found in uses.items()}, tuple(record.calls), complete)
+        when = BEFORE if time < first else AFTER if time > last else INSIDE
+        while name in uses:
+            uses[name].add(when)
+            name = name.rpartition(".")[0]
+    return Survey(
+        {name: frozenset(found) for name, found in uses.items()}, frozenset(called), tuple(record.calls), complete
+    )
 
 
 def without_numbers(module: nn.Module) -> Any:

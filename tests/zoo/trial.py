@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,14 +88,19 @@ class Stages:
 
     def rehearse(self, step: Step) -> None:
         for _ in range(ROUNDS):
-            received, notes = None, []
+            received: Any = None
+            notes = []
             for module, cut in zip(self.modules, self.cuts):
-                with state_kept(module):
-                    with rehearsing(cut):
-                        finished, value = cut.call(lambda module=module: step(module), received)
-                    notes.append(notes_of(cut))
-                if not finished:
-                    received = send(value)[0]
+                error = None
+                with state_kept(module), rehearsing(cut):
+                    try:
+                        _, value = cut.call(partial(step, module), received)
+                        received = send(value)[0]
+                    except Exception as raised:
+                        error = raised
+                notes.append(notes_of(cut, error))
+                if error is not None:
+                    break
             if not any([learn(cut, notes) for cut in self.cuts]):
                 return
         raise StageError(endless(self.cuts[0]))
@@ -105,7 +111,7 @@ class Stages:
         links = []
         loss = None
         for module, cut in zip(self.modules, self.cuts):
-            finished, value = cut.call(lambda module=module: step(module), received)
+            finished, value = cut.call(partial(step, module), received)
             if finished:
                 loss = value
             else:
