@@ -24,6 +24,8 @@ from lightning_megapar.data_parallel.parameters import (
 from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.cut import StageCut, StagePlan, find_stack, plan_stages
+from lightning_megapar.pipeline.stages import blocks_of, outside_of
+from lightning_megapar.pipeline.survey import Survey, survey_module
 from lightning_megapar.random_streams import RandomStreams, uses_dropout
 from lightning_megapar.sharding.apply import shard_module
 from lightning_megapar.sharding.initialise import initialise_by_name
@@ -62,6 +64,7 @@ def prepare_module(
     seed: int,
     keep: Mapping[str, str] | None = None,
     convert: Callable[[nn.Module], nn.Module] = lambda m: m,
+    trial: Callable[[nn.Module], Any] | None = None,
 ) -> PreparedModule:
     """Cut, shard and place ``module`` in place. All ranks call it with the same (whole) module.
 
@@ -72,6 +75,7 @@ def prepare_module(
         seed: of the initialisation of meta parameters that have no seed of their own.
         keep: the pipeline cut's placements where registration order guesses wrong.
         convert: the precision plugin's ``convert_module``.
+        trial: runs one step of the user on a module, to see what it uses before the cut.
 
     Raises:
         ConfigError: what cannot be cut or sharded, naming the setting and the nearest valid values.
@@ -80,7 +84,9 @@ def prepare_module(
     pipeline = mesh.size("pipeline")
     plan = cut = None
     if pipeline > 1:
-        plan = plan_stages(module, pipeline, stack=config.pipeline_stack, split=config.pipeline_split, keep=keep)
+        named: dict[str, Any] = {"stack": config.pipeline_blocks, "split": config.pipeline_split}
+        survey = None if trial is None else _survey(module, pipeline, trial, convert, named)
+        plan = plan_stages(module, pipeline, keep=keep, survey=survey, **named)
     if mesh.layout.world_size > 1:
         _take_values_of_rank_zero(module, device)
     if plan is not None:
@@ -110,6 +116,20 @@ def prepare_module(
     stages = _stages_of(module, names, mesh)
     parameters = collect_parameters(module, names, stages, partial_parameter_names(module, names), sharded)
     return PreparedModule(mesh.layout, names, parameters, plan, cut, zero, streams, stages)
+
+
+def _survey(
+    module: nn.Module,
+    num_stages: int,
+    trial: Callable[[nn.Module], Any],
+    convert: Callable[[nn.Module], nn.Module],
+    named: Mapping[str, Any],
+) -> Survey | None:
+    """When a run of the step uses which module: the first rank's findings, on every rank."""
+    path, blocks = blocks_of(module, num_stages, **named)
+    box = [survey_module(module, trial, blocks, outside_of(module, path), convert)]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def _blocks(module: nn.Module, plan: StagePlan | None) -> list[nn.Module]:

@@ -245,8 +245,8 @@ class Stepper:
         names = recorder.fill_absent()
         if names:
             warnings.warn(
-                f"self.log got not-a-number for {names}: these values are computed on an earlier pipeline stage, and the "
-                "first step did not log them, so that they do not travel. Log them in every step, or values from "
+                f"self.log got not-a-number for {names}: these values are computed on an earlier pipeline stage, and "
+                "the first step did not log them, so that they do not travel. Log them in every step, or values from "
                 "after the stack",
                 stacklevel=2,
             )

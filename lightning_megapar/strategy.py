@@ -25,6 +25,7 @@ from lightning_megapar.checkpoint.training_state import named_optimizer_state
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.data.sampler import ResumableSampler
 from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm
+from lightning_megapar.first_batch import trial_of
 from lightning_megapar.launch import shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
 from lightning_megapar.limits import explained_optimizers, refuse_callbacks, refuse_optimizers
@@ -42,10 +43,11 @@ class MegaParStrategy(MeshStrategy):
 
     Args:
         tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size,
-        data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_stack,
-        pipeline_split: see :class:`~lightning_megapar.config.ParallelConfig`. Every size may be ``"auto"``.
+        data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_blocks,
+        pipeline_stack, pipeline_split: see :class:`~lightning_megapar.config.ParallelConfig`. Every size may be
+        ``"auto"``.
         pipeline_keep: module name -> ``"first"``, ``"last"`` or ``"all"``: where a module beside the pipelined stack
-            is needed, when its place in the registration order does not say so.
+            is needed, when neither a trial run of the first batch nor its place in the registration order says so.
         seed: of name-seeded initialisation and of data order; ``None`` takes ``seed_everything``'s, else 0.
         empty_init: build the module on the meta device in ``configure_model``; its parameters are then initialised by
             name, one at a time, on the rank that holds them.
@@ -67,6 +69,7 @@ class MegaParStrategy(MeshStrategy):
         zero_stage: int = 0,
         num_microbatches: Any = "auto",
         pipeline_schedule: str = "1f1b",
+        pipeline_blocks: str | None = None,
         pipeline_stack: str | None = None,
         pipeline_split: Any = None,
         pipeline_keep: Mapping[str, str] | None = None,
@@ -87,6 +90,7 @@ class MegaParStrategy(MeshStrategy):
             zero_stage=zero_stage,
             num_microbatches=num_microbatches,
             pipeline_schedule=pipeline_schedule,
+            pipeline_blocks=pipeline_blocks,
             pipeline_stack=pipeline_stack,
             pipeline_split=pipeline_split,
         )
@@ -185,6 +189,7 @@ class MegaParStrategy(MeshStrategy):
                 seed=self.seed,
                 keep=self.pipeline_keep,
                 convert=self.precision_plugin.convert_module,
+                trial=trial_of(trainer, self.num_microbatches) if self.layout.pipeline > 1 else None,
             )
             object.__setattr__(module, "_megapar_prepared", self._prepared)
             self._print_stages()

@@ -93,10 +93,19 @@ class Ledger:
 
 _SHAPE_ONLY = {
     op
-    for name in (
-        "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty "
-        "new_empty_strided"
-    ).split()
+    for name in [
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "rand_like",
+        "randn_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "new_empty_strided",
+    ]
     for op in [getattr(aten, name)]
 }
 _VALUE_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -118,7 +127,7 @@ class Away(Tensor):
         made._ledger = ledger
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def numbers(self) -> Tensor:
         """Zeros while needs are recorded (they are noted); an error otherwise."""
@@ -137,7 +146,7 @@ class Away(Tensor):
     def data_ptr(self) -> int:
         return self.numbers().data_ptr()
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         names = sorted({s.unit for s in self._sources})
         return f"<{self.dtype} {tuple(self.shape)} of another pipeline stage, from {', '.join(names)}>"
 
@@ -148,7 +157,9 @@ class Away(Tensor):
         return self.numbers().detach().__reduce_ex__(protocol)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         away = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Away)]
         ledger = away[0]._ledger

@@ -56,7 +56,8 @@ def _items(container: Any) -> tuple[str, dict[Any, Any]] | None:
 def snapshot(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Snapshot]:
     """The containers among a call's arguments, as they are now."""
     found = []
-    for where, value in (*enumerate(args), *kwargs.items()):
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for where, value in arguments:
         items = _items(value)
         if items is not None:
             found.append(Snapshot(where, items[0], value, items[1]))

@@ -30,7 +30,17 @@ from torch import Tensor, nn
 
 from lightning_megapar.pipeline.away import Away, Ledger, Source, StageError, present
 from lightning_megapar.pipeline.changes import Changed, apply_changes, changes, snapshot
-from lightning_megapar.pipeline.nest import Shape, Unsent, flatten, is_plain, map_leaves, replace, same, tensors_of, without_tensors
+from lightning_megapar.pipeline.nest import (
+    Shape,
+    Unsent,
+    flatten,
+    is_plain,
+    map_leaves,
+    replace,
+    same,
+    tensors_of,
+    without_tensors,
+)
 from lightning_megapar.pipeline.stages import StagePlan, find_stack, plan_stages
 from lightning_megapar.pipeline.stand_ins import StandIn, replace_child
 
@@ -277,7 +287,9 @@ class StageCut:
                 results.setdefault((name, 0), self._usual)
         return {
             "handed": handed,
-            "results": {k: v for k, v in results.items() if k == handed or k[0] not in self._index or not same(v, usual)},
+            "results": {
+                k: v for k, v in results.items() if k == handed or k[0] not in self._index or not same(v, usual)
+            },
         }
 
     def _outgoing(self, key: Key, value: Any, whole: bool) -> Any:
@@ -346,7 +358,7 @@ def refuse_autograd_function(name: str) -> None:
     """A module called inside a custom autograd function has no graph of its own that gradients could travel along."""
     if torch.is_grad_enabled():
         return
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "forward" and code.co_argcount > 0:

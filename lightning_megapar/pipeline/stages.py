@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 
@@ -98,7 +99,11 @@ def find_stack(module: nn.Module, name: str | None = None) -> tuple[str, nn.Modu
     largest = max(sizes.values())
     best = [path for path in candidates if sizes[path] == largest]
     # Of nested stacks with the same parameters the inner one is the stack of blocks.
-    inner = [path for path in best if not any(other.startswith(f"{path}." if path else "") for other in best if other != path)]
+    inner = [
+        path
+        for path in best
+        if not any(other.startswith(f"{path}." if path else "") for other in best if other != path)
+    ]
     owners = {path.rpartition(".")[0] for path in inner}
     if len(inner) > 1 and (len(owners) > 1 or len({len(candidates[path]) for path in inner}) > 1):
         raise ConfigError(
@@ -192,12 +197,12 @@ def _refuse_calls(path: str, names: Sequence[str], survey: Survey) -> None:
             "step may call it once (use pipeline_parallel_size=1 for this module, or name another stack by "
             "pipeline_blocks)"
         )
-    late = next((b for a, b in zip(calls, calls[1:]) if b <= a), None)
+    late = next((b for a, b in pairwise(calls) if b <= a), None)
     if late is not None:
         raise ConfigError(
-            f"block {names[late]!r} of the pipelined stack {path!r} is called after {names[late + 1]!r} or twice; under "
-            "pipeline_parallel_size > 1 a step must call the blocks in order (name another stack by pipeline_blocks, or "
-            "use pipeline_parallel_size=1 for this module)"
+            f"block {names[late]!r} of the pipelined stack {path!r} is called after its successors, or twice; under "
+            "pipeline_parallel_size > 1 a step must call the blocks in order (name another stack by pipeline_blocks, "
+            "or use pipeline_parallel_size=1 for this module)"
         )
 
 

@@ -1,7 +1,7 @@
 """What takes the place of modules that another pipeline stage holds. They own no parameters.
 
 A stand-in answers whatever a step reads off a module without running it: plain attributes (``layer_type``, a
-configuration), submodules and theirs, sizes and dtypes of parameters, methods, and while a step runs also
+configuration), and while a step runs also submodules and theirs, sizes and dtypes of parameters, methods and
 ``isinstance``. Calling it asks the cut for the module's result.
 """
 
@@ -71,8 +71,8 @@ class StandIn(nn.Module):
             for key, child in original._modules.items()
         }
 
-    @property
-    def __class__(self) -> Any:
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # type: ignore[override]
         # Loops over mixed stacks ask what a block is; everybody else must see that nothing can be done to this one.
         mine = object.__getattribute__(self, "__dict__")
         running = mine.get("_away_running")
@@ -80,7 +80,7 @@ class StandIn(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         mine = vars(self)
-        if name.startswith("__") or "_away_parts" not in mine:
+        if name.startswith("__") or "_away_running" not in mine or not mine["_away_running"]():
             return super().__getattr__(name)
         if name in mine["_away_parts"]:
             return mine["_away_parts"][name]

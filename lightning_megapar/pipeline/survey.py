@@ -17,6 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_megapar.pipeline.state import state_kept
+
 BEFORE, INSIDE, AFTER = "before", "inside", "after"
 
 
@@ -158,6 +160,45 @@ def observe(module: nn.Module, run: Callable[[], Any], blocks: Sequence[str], na
     )
 
 
+WITH_NUMBERS = 300_000_000
+"""Parameters up to which a step that cannot run without numbers is run with them (on the CPU)."""
+
+
+def survey_module(
+    module: nn.Module,
+    trial: Callable[[nn.Module], Any],
+    blocks: Sequence[str],
+    names: Iterable[str],
+    convert: Callable[[nn.Module], nn.Module] = lambda m: m,
+) -> Survey | None:
+    """Run ``trial`` on a copy without numbers, and where that does not get through, on the module itself.
+
+    Args:
+        module: the whole module; its buffers and attributes are afterwards what they were.
+        trial: runs one step on a module.
+        blocks, names: see :func:`observe`.
+        convert: what the precision does to a module.
+
+    Returns:
+        ``None`` when neither run got through the blocks.
+    """
+    names = list(names)
+    try:
+        empty = without_numbers(module)
+        convert(empty)
+        found = observe(empty, lambda: trial(empty), blocks, names)
+    except Exception:  # a class that cannot be copied this way
+        found = None
+    if found is not None and found.complete:
+        return found
+    parameters = list(module.parameters())
+    if any(p.is_meta for p in parameters) or sum(p.numel() for p in parameters) > WITH_NUMBERS:
+        return found
+    with state_kept(module):
+        whole = observe(module, lambda: trial(module), blocks, names)
+    return whole if whole is not None and (whole.complete or found is None) else found
+
+
 def without_numbers(module: nn.Module) -> Any:
     """A copy of a module on the meta device: same classes and attributes, no storage, shared parameters shared."""
     made: dict[int, Any] = {}
@@ -187,7 +228,7 @@ def without_numbers(module: nn.Module) -> Any:
         own["_buffers"] = {k: tensor(v) for k, v in original._buffers.items()}
         own["_modules"] = {k: None if v is None else copied(v) for k, v in original._modules.items()}
         for key, value in vars(original).items():
-            if key.endswith("_hooks") or key.endswith("_hooks_with_kwargs"):
+            if key.endswith(("_hooks", "_hooks_with_kwargs")):
                 own[key] = type(value)(value) if isinstance(value, dict) else value
             elif key not in own or key in ("_parameters", "_buffers", "_modules"):
                 continue

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from lightning_megapar.config import ConfigError
 from lightning_megapar.pipeline.cut import StageCut, StageError, plan_stages
 from lightning_megapar.pipeline.nest import flatten, unflatten
-from lightning_megapar.pipeline.rehearsal import ROUNDS, endless, learn, notes_of, rehearsing, state_kept
-
+from lightning_megapar.pipeline.rehearsal import ROUNDS, endless, learn, notes_of, rehearsing
 from lightning_megapar.pipeline.stages import blocks_of, outside_of
+from lightning_megapar.pipeline.state import state_kept
 from lightning_megapar.pipeline.survey import Survey, observe, without_numbers
 
 Step = Callable[[nn.Module], Tensor]
@@ -101,7 +101,8 @@ class Stages:
                 notes.append(notes_of(cut, error))
                 if error is not None:
                     break
-            if not any([learn(cut, notes) for cut in self.cuts]):
+            again = [learn(cut, notes) for cut in self.cuts]
+            if not any(again):
                 return
         raise StageError(endless(self.cuts[0]))
 
@@ -142,7 +143,9 @@ def aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
     return {found[0]: tuple(found) for found in names.values()}
 
 
-def largest_difference(expected: dict[str, Tensor], actual: dict[str, Tensor], names: dict[str, tuple[str, ...]]) -> float:
+def largest_difference(
+    expected: dict[str, Tensor], actual: dict[str, Tensor], names: dict[str, tuple[str, ...]]
+) -> float:
     """Relative to each gradient's largest entry, or a thousandth of the model's largest where that is more.
 
     ``actual`` holds what single stages found, under whatever name a stage knows the parameter by.
