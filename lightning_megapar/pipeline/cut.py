@@ -104,13 +104,16 @@ class StageCut:
         """Modules whose result the step modifies in place, although it also travels: the step gets a copy."""
         self.changing: set[str] = set()
         """Modules that change containers among their arguments (a dict that blocks share): the changes travel too."""
+        self.taps: frozenset[str] = frozenset()
+        """Parts of blocks (dotted, from the block) whose results leave the block by hooks: the hooks are replayed."""
         self.watch: Any = None
         self._stages = plan.stage_of()
         self._index = {name: i for i, name in enumerate(plan.blocks)}
-        self._group = set(plan.blocks) | {name for group in plan.beside for name in group}
+        self.group = set(plan.blocks) | {name for group in plan.beside for name in group}
         self._active = False
         self._handles: list[Any] = []
         self._local: dict[str, nn.Module] = {}
+        self._stand_ins: dict[str, StandIn] = {}
         self._clear()
         self._replace(module)
 
@@ -125,7 +128,9 @@ class StageCut:
                 self._local[name] = child
             else:
                 answer = partial(self._answer, name)
-                replace_child(owner, child_name, StandIn(name, child, self.ledger, answer, self.is_running))
+                stand_in = StandIn(name, child, self.ledger, answer, self.is_running)
+                self._stand_ins[name] = stand_in
+                replace_child(owner, child_name, stand_in)
 
     @property
     def carried(self) -> set[Source]:
@@ -152,6 +157,24 @@ class StageCut:
                 module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True, prepend=True)
             )
             self._handles.append(module.register_forward_hook(partial(self._after, name)))
+            for path, part in self._tapped(name, module):
+                self._handles.append(part.register_forward_hook(partial(self._tap, f"{name}.{path}")))
+
+    def _tapped(self, name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        if not self.taps or name not in self.group:
+            return []
+        return [(path, part) for path, part in module.named_modules() if path in self.taps]
+
+    def stage_of(self, name: str) -> int:
+        """Stage of a module of the cut, or of a part of one."""
+        while name not in self._stages:
+            name = name.rpartition(".")[0]
+        return self._stages[name]
+
+    @property
+    def local_modules(self) -> dict[str, nn.Module]:
+        """Modules that live on this stage only, by dotted name."""
+        return dict(self._local)
 
     # -- while the step runs -----------------------------------------------------------------------------------------
 
@@ -214,9 +237,16 @@ class StageCut:
             self.watch.leave(value)
         key = self._count(name)
         self._results[key] = _Result(value, _versions(value))
-        if name in self._group:
+        if name in self.group:
             self._handed = key
         return map_leaves(_copy, output) if name in self.copied else output
+
+    def _tap(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._active:
+            return
+        if self.watch is not None:
+            self.watch.returned(output)
+        self._results[self._count(name)] = _Result(output, _versions(output))
 
     def _answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a module of another stage returns to the step."""
@@ -228,7 +258,7 @@ class StageCut:
                 "predict_step (and a checkpointed region must not span several blocks)"
             )
         if self._stages[name] > self.stage:
-            if name not in self._group:
+            if name not in self.group:
                 raise StageError(
                     f"module {name!r} is registered after the pipelined stack but was called before it. "
                     f"Say where it is needed: pipeline_keep={{{name!r}: 'first'}} (or 'all')"
@@ -247,6 +277,12 @@ class StageCut:
                     f"pipeline_keep={{{name!r}: 'last'}} (or 'all')"
                 )
             result = self._usual
+        for part, path in [
+            (k, k[0][len(name) + 1 :]) for k in self._received["results"] if k[0].startswith(f"{name}.")
+        ]:
+            if path in self.taps:
+                replayed: Any = self._stand_ins[name].get_submodule(path)
+                replayed.replay(self._present(part, self._received["results"][part]))
         result = self._present(key, result)
         if isinstance(result, Changed):
             apply_changes(result.changes, args, kwargs)

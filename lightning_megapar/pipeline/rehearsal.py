@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,7 +39,7 @@ class Notes:
     needs: frozenset[Source]
     copies: frozenset[str]
     changing: frozenset[str]
-    escapes: frozenset[tuple[str, str]]
+    escapes: frozenset[tuple[str, str, str]]
     error: str = ""
 
 
@@ -49,19 +50,31 @@ class Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.escapes: set[tuple[str, str]] = set()
+        self.escapes: set[tuple[str, str, str]] = set()
+        self._graph = torch.is_grad_enabled()
         self._inside: list[str] = []
-        # The weak references keep an address from being used for another storage.
-        self._made: dict[int, tuple[str, StorageWeakRef]] = {}
+        # Module, part of it, and a weak reference that keeps an address from being used for another storage.
+        self._made: dict[int, tuple[str, str, StorageWeakRef]] = {}
 
     def enter(self, name: str) -> None:
         self._inside.append(name)
 
     def leave(self, output: Any) -> None:
         self._inside.pop()
-        for tensor in tensors_of(output):
-            if not isinstance(tensor, Away):
-                self._made.pop(StorageWeakRef(tensor.untyped_storage()).cdata, None)
+        self.returned(output)
+
+    def returned(self, output: Any) -> None:
+        """These tensors are accounted for."""
+        for tensor in _dense(tensors_of(output)):
+            self._made.pop(StorageWeakRef(tensor.untyped_storage()).cdata, None)
+
+    def part_returned(self, path: str, output: Any) -> None:
+        """A part of the running module has returned something; the innermost part counts."""
+        for tensor in _dense(tensors_of(output)):
+            address = StorageWeakRef(tensor.untyped_storage()).cdata
+            made = self._made.get(address)
+            if made is not None and not made[1]:
+                self._made[address] = (made[0], path, made[2])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -71,14 +84,18 @@ class Watch(TorchDispatchMode):
             address = StorageWeakRef(tensor.untyped_storage()).cdata
             seen.add(address)
             made = self._made.get(address)
-            if made is not None and made[0] != inside and tensor.requires_grad:
-                self.escapes.add((made[0], inside))
+            if made is None or made[0] == inside:
+                continue
+            # Without gradients a mask that a block keeps for the next one looks the same as an activation: only what a
+            # part of a block returned counts then.
+            if tensor.requires_grad or (not self._graph and made[1] and tensor.is_floating_point()):
+                self.escapes.add((made[0], made[1], inside))
         output = func(*args, **kwargs)
         if inside:
             for tensor in _dense(output):
                 reference = StorageWeakRef(tensor.untyped_storage())
                 if reference.cdata not in seen:
-                    self._made[reference.cdata] = (inside, reference)
+                    self._made[reference.cdata] = (inside, "", reference)
         return output
 
 
@@ -95,12 +112,24 @@ def rehearsing(cut: StageCut) -> Iterator[None]:
     cut.ledger.needs.clear()
     cut.ledger.copies.clear()
     cut.ledger.changing.clear()
-    cut.watch = Watch()
+    cut.watch = watch = Watch()
+
+    def seen(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        watch.part_returned(path, output)
+
+    handles = [
+        part.register_forward_hook(partial(seen, path))
+        for module in cut.local_modules.values()
+        for path, part in module.named_modules()
+        if path
+    ]
     try:
-        with cut.watch:
+        with watch:
             yield
     finally:
         cut.ledger.recording = False
+        for handle in handles:
+            handle.remove()
 
 
 def notes_of(cut: StageCut, error: Exception | None = None) -> Notes:
@@ -121,18 +150,22 @@ def learn(cut: StageCut, everybody: Sequence[Notes]) -> bool:
     needs = frozenset((source, notes.stage) for notes in everybody for source in notes.needs)
     copies = {name for notes in everybody for name in notes.copies}
     changes = {name for notes in everybody for name in notes.changing}
-    changed = not (needs <= known and copies <= copied and changes <= changing)
-    cut.known, cut.copied, cut.changing = known | needs, copied | copies, changing | changes
-    stages = cut.plan.stage_of()
-    cut.carried = {source for source, stage in cut.known if stage > cut.stage and stages[source.unit] <= cut.stage}
     escapes = sorted({escape for notes in everybody for escape in notes.escapes})
-    if escapes:
-        made, used = escapes[0]
+    taps = frozenset(part for made, part, _ in escapes if made in cut.group and part) | cut.taps
+    changed = not (needs <= known and copies <= copied and changes <= changing and taps <= cut.taps)
+    if taps != cut.taps:
+        cut.taps = taps
+        cut.install_hooks()
+    cut.known, cut.copied, cut.changing = known | needs, copied | copies, changing | changes
+    cut.carried = {s for s, stage in cut.known if stage > cut.stage and cut.stage_of(s.unit) <= cut.stage}
+    hidden = [(made, used) for made, part, used in escapes if made not in cut.group or not part]
+    if hidden:
+        made, used = hidden[0]
         where = f"in {used!r}" if used else "outside of the blocks"
         raise StageError(
             f"a tensor made in {made!r} is used {where} without having been returned by it (kept in an attribute, "
-            "collected by a hook, such as auxiliary losses of experts); on another pipeline stage it would be missing. "
-            "Return it along with the hidden state, or use pipeline_parallel_size=1 for this module"
+            "collected by a hook); on another pipeline stage it would be missing. Return it along "
+            "with the hidden state, or use pipeline_parallel_size=1 for this module"
         )
     failed = [notes for notes in everybody if notes.error]
     if failed and not changed:

@@ -55,7 +55,7 @@ class StandIn(nn.Module):
         is_running: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
-        mine = vars(self)  # plain entries: nothing here may be registered as a submodule
+        mine = vars(self)
         for attribute, value in vars(original).items():
             if attribute not in _OF_EVERY_MODULE and _is_plain(value):
                 mine[attribute] = value
@@ -66,10 +66,9 @@ class StandIn(nn.Module):
             key: None if value is None else torch.empty_like(value, device="meta") for key, value in tensors.items()
         }
         mine["_away_dtypes"] = {}
-        mine["_away_parts"] = {
-            key: None if child is None else _part(f"{name}.{key}", child, ledger, is_running)
-            for key, child in original._modules.items()
-        }
+        for key, child in original._modules.items():
+            # Registered, so that whoever walks over the modules (to put hooks on them) finds what he would elsewhere.
+            self._modules[key] = None if child is None else _part(f"{name}.{key}", child, ledger, is_running)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # type: ignore[override]
@@ -82,8 +81,6 @@ class StandIn(nn.Module):
         mine = vars(self)
         if name.startswith("__") or "_away_running" not in mine or not mine["_away_running"]():
             return super().__getattr__(name)
-        if name in mine["_away_parts"]:
-            return mine["_away_parts"][name]
         if name in mine["_away_tensors"]:
             return self._shape_of(name)
         try:
@@ -108,35 +105,36 @@ class StandIn(nn.Module):
         return Away.make(shape.to(dtype), ledger.device, ledger, frozenset([Source(owner, 0, OWNED)]))
 
     def __len__(self) -> int:
-        return len(self._away_parts)
+        return len(self._modules)
 
     def __bool__(self) -> bool:
         return True
 
     def __iter__(self) -> Any:
-        return iter(self._away_parts.values())
+        return iter(self._modules.values())
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
-            return self._away_parts[index]
-        return list(self._away_parts.values())[index]
-
-    def train(self, mode: bool = True) -> StandIn:
-        super().train(mode)
-        for part in self._away_parts.values():
-            if part is not None:
-                part.train(mode)
-        return self
+            return self._modules[index]
+        return list(self._modules.values())[index]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # ``module.half()`` and the like: what the parameters would be afterwards.
         for dtype in {shape.dtype for shape in self._away_tensors.values() if shape is not None}:
             now = self._away_dtypes.get(dtype, dtype)
             self._away_dtypes[dtype] = fn(torch.empty(0, dtype=now, device=self._away_ledger.device)).dtype
-        for part in self._away_parts.values():
-            if part is not None:
-                part._apply(fn)
+        for part in self.children():
+            part._apply(fn)
         return self
+
+    def replay(self, result: Any) -> None:
+        """Call this part of a stand-in with what the original returned, for the hooks that wait for it."""
+        mine = vars(self)
+        mine["_away_answer"] = lambda args, kwargs: result
+        try:
+            self()
+        finally:
+            mine["_away_answer"] = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._away_answer is None:
