@@ -151,12 +151,18 @@ class StageCut:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        names: dict[int, list[str]] = {}
         for name, module in self._local.items():
+            names.setdefault(id(module), []).append(name)
+        for name, module in self._local.items():
+            mine = names[id(module)]
+            if mine[0] != name:
+                continue  # one module in several places
             # First of all, so that everybody else's hooks see numbers; and last of all.
             self._handles.append(
-                module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True, prepend=True)
+                module.register_forward_pre_hook(partial(self._before, mine), with_kwargs=True, prepend=True)
             )
-            self._handles.append(module.register_forward_hook(partial(self._after, name)))
+            self._handles.append(module.register_forward_hook(partial(self._after, mine)))
             for path, part in self._tapped(name, module):
                 self._handles.append(part.register_forward_hook(partial(self._tap, f"{name}.{path}")))
 
@@ -211,9 +217,10 @@ class StageCut:
             "pipeline_parallel_size > 1 a step must call the blocks in order, at least one of every stage"
         )
 
-    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before(self, names: list[str], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._active:
             return None
+        name = self._place(names)
         self._in_order(name)
         if self.ledger.recording:
             refuse_autograd_function(name)
@@ -223,9 +230,14 @@ class StageCut:
             self.watch.enter(name)
         return replace(Away, present, args), replace(Away, present, kwargs)
 
-    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
+    def _place(self, names: list[str]) -> str:
+        """Which of its places a module is called for: each one in turn, then the last again."""
+        return next((name for name in names if name not in self._calls), names[-1])
+
+    def _after(self, names: list[str], module: nn.Module, args: Any, output: Any) -> Any:
         if not self._active:
             return None
+        name = self._place(names)
         output = replace(Away, present, output)  # what came in by another way than the arguments
         value = output
         if self.watch is not None or name in self.changing:

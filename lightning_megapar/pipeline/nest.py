@@ -1,4 +1,4 @@
-"""Nests of values: containers that PyTorch's pytrees know, and dataclasses on top.
+"""Nests of values: containers that PyTorch's pytrees know, and objects that hold tensors in their attributes.
 
 Leaves that are neither tensors nor plain values cannot travel between processes with their meaning.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_megapar.pipeline.away import StageError
@@ -21,12 +21,11 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 @dataclasses.dataclass(frozen=True)
 class _Fields:
-    """A dataclass instance as a container: its type and its fields' names and nests."""
+    """An object as a container: its type and its attributes' names and nests."""
 
     kind: type
     names: tuple[str, ...]
     spec: Any
-    others: tuple[tuple[str, Any], ...] = ()
 
 
 class Shape:
@@ -78,17 +77,18 @@ class Unsent:
 def flatten(nest: Any) -> tuple[list[Any], Any]:
     """Leaves in order, and what :func:`unflatten` needs."""
     leaves, spec = tree_flatten(nest)
-    if not any(_is_instance_of_dataclass(leaf) for leaf in leaves):
+    if not any(_holds_tensors(leaf) for leaf in leaves):
         return leaves, spec
     flat: list[Any] = []
     inner: list[tuple[int, _Fields | None]] = []
     for leaf in leaves:
-        if not _is_instance_of_dataclass(leaf):
+        if not _holds_tensors(leaf):
             flat.append(leaf)
             inner.append((1, None))
             continue
-        names = tuple(f.name for f in dataclasses.fields(leaf))
-        values, within = flatten({name: getattr(leaf, name) for name in names})
+        attributes = _attributes(leaf)
+        names = tuple(attributes)
+        values, within = flatten(attributes)
         flat += values
         inner.append((len(values), _Fields(type(leaf), names, within)))
     return flat, (spec, tuple(inner))
@@ -153,12 +153,19 @@ def is_plain(leaf: Any) -> bool:
     return isinstance(leaf, (*_PLAIN, Shape, Unsent))
 
 
-def _is_instance_of_dataclass(leaf: Any) -> bool:
-    """A dataclass instance that holds tensors (a configuration is a leaf)."""
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+def _attributes(leaf: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(leaf):
+        return {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)}
+    return dict(vars(leaf))
+
+
+def _holds_tensors(leaf: Any, depth: int = 3) -> bool:
+    """Whether a leaf is an object with tensors in its attributes, or in those of an attribute (a state, a cache)."""
+    if isinstance(leaf, (*_PLAIN, Tensor, Shape, Unsent, nn.Module, type)) or callable(leaf) or depth == 0:
+        return False
+    if not dataclasses.is_dataclass(leaf) and not hasattr(leaf, "__dict__"):
         return False
     return any(
-        isinstance(value, (Tensor, Shape)) or _is_instance_of_dataclass(value)
-        for f in dataclasses.fields(leaf)
-        for value in tree_leaves(getattr(leaf, f.name, None))
+        isinstance(value, (Tensor, Shape)) or _holds_tensors(value, depth - 1)
+        for value in tree_leaves(list(_attributes(leaf).values()))
     )

@@ -140,13 +140,13 @@ def blocks_of(
         ConfigError: see :func:`find_stack`; also for a stack whose items are not called as a whole.
     """
     path, blocks = find_stack(module, stack)
-    for name, block in blocks.named_children():
+    for name, block in blocks._modules.items():  # a block that is there twice counts twice
         if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
             raise ConfigError(
                 f"pipeline_blocks={path!r} cannot be cut: its block {name!r} is an nn.{type(block).__name__}, which is "
                 "not called as a whole; make the block a module with a forward, or name another stack"
             )
-    names = [f"{path}.{name}" if path else name for name, _ in blocks.named_children()]
+    names = [f"{path}.{name}" if path else name for name in blocks._modules]
     if type(blocks) is nn.Sequential and split is None:
         names = _expand(module, names, num_stages)
     return path, names

@@ -105,10 +105,11 @@ def observe(module: nn.Module, run: Callable[[], Any], blocks: Sequence[str], na
     handles = []
     called: set[str] = set()
 
-    def enter_block(index: int) -> Callable[..., None]:
+    def enter_block(places: Sequence[int]) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             record.time += 1
-            record.calls.append(index)
+            # One module in several places is called for each of them in turn.
+            record.calls.append(next((i for i in places if i not in record.calls), places[0]))
             record.block_times.append(record.time)
 
         return hook
@@ -131,9 +132,11 @@ def observe(module: nn.Module, run: Callable[[], Any], blocks: Sequence[str], na
         if record.running:
             record.running.pop()
 
+    places: dict[nn.Module, list[int]] = {}
     for index, name in enumerate(blocks):
-        block = module.get_submodule(name)
-        handles += [block.register_forward_pre_hook(enter_block(index)), block.register_forward_hook(leave_block)]
+        places.setdefault(module.get_submodule(name), []).append(index)
+    for block, found in places.items():
+        handles += [block.register_forward_pre_hook(enter_block(found)), block.register_forward_hook(leave_block)]
     for name, child in parts.items():
         handles += [child.register_forward_pre_hook(enter(name)), child.register_forward_hook(leave)]
     complete = True
@@ -152,11 +155,11 @@ def observe(module: nn.Module, run: Callable[[], Any], blocks: Sequence[str], na
     last = max(record.block_times, default=0)
     for time, name in record.events:
         when = BEFORE if time < first else AFTER if time > last else INSIDE
-        while name in uses:
-            uses[name].add(when)
+        while name:
+            uses.setdefault(name, set()).add(when)
             name = name.rpartition(".")[0]
     return Survey(
-        {name: frozenset(found) for name, found in uses.items()}, frozenset(called), tuple(record.calls), complete
+        {name: frozenset(when) for name, when in uses.items()}, frozenset(called), tuple(record.calls), complete
     )
 
 

@@ -106,33 +106,26 @@ class Stages:
                 return
         raise StageError(endless(self.cuts[0]))
 
-    def run(self, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and summed gradients of one microbatch."""
+    def forward(self, step: Step) -> tuple[Tensor, list[Any]]:
+        """The loss, and for each boundary the tensors on both sides."""
         received: Any = None
         links = []
-        loss = None
+        value: Any = None
         for module, cut in zip(self.modules, self.cuts):
             finished, value = cut.call(partial(step, module), received)
-            if finished:
-                loss = value
-            else:
+            if not finished:
                 received, *pair = send(value)
                 links.append(pair)
-        assert loss is not None
+        return value, links
+
+    def run(self, step: Step) -> Tensor:
+        """Forward and backward of one microbatch; gradients are left on the stages."""
+        loss, links = self.forward(step)
         loss.backward()
         for sent, got in reversed(links):
             if sent:
                 torch.autograd.backward(sent, [torch.zeros_like(g) if g.grad is None else g.grad for g in got])
-        return loss.detach(), self.gradients()
-
-    def gradients(self) -> dict[str, Tensor]:
-        """By name, summed over the stages that hold a parameter."""
-        total: dict[str, Tensor] = {}
-        for module in self.modules:
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                if parameter.grad is not None:
-                    total[name] = total[name] + parameter.grad if name in total else parameter.grad.clone()
-        return total
+        return loss.detach()
 
 
 def aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -143,20 +136,12 @@ def aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
     return {found[0]: tuple(found) for found in names.values()}
 
 
-def largest_difference(
-    expected: dict[str, Tensor], actual: dict[str, Tensor], names: dict[str, tuple[str, ...]]
-) -> float:
-    """Relative to each gradient's largest entry, or a thousandth of the model's largest where that is more.
-
-    ``actual`` holds what single stages found, under whatever name a stage knows the parameter by.
-    """
-    floor = 1e-3 * max(float(g.abs().max()) for g in expected.values())
+def largest_difference(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> float:
+    """Relative to each gradient's largest entry, or a thousandth of the model's largest where that is more."""
+    floor = 1e-3 * max((float(g.abs().max()) for g in expected.values()), default=0.0)
     worst = 0.0
     for name, gradient in expected.items():
-        found = torch.zeros_like(gradient)
-        for alias in names[name]:
-            if alias in actual:
-                found = found + actual[alias]
+        found = actual.get(name, torch.zeros_like(gradient))
         worst = max(worst, float((found - gradient).abs().max() / max(float(gradient.abs().max()), floor)))
     return worst
 
@@ -171,6 +156,39 @@ def summed(stages: Stages, names: dict[str, tuple[str, ...]]) -> dict[str, Tenso
                 key = canonical[name]
                 total[key] = total[key] + parameter.grad if key in total else parameter.grad.clone()
     return total
+
+
+def perturbed(module: nn.Module, size: float = 0.05) -> nn.Module:
+    """In float64 and training mode, without dropout, with noise on every parameter (zero biases hide errors)."""
+    module = module.double().train()
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator).to(parameter))
+    return module
+
+
+def compare(module: nn.Module, step: Step, stages: int = 2, **options: Any) -> Verdict:
+    """Run a module of one's own in one process and cut; see :func:`judge`."""
+    module = perturbed(module)
+    alone = copy.deepcopy(module)
+    loss = step(alone)
+    loss.backward()
+    gradients = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    return judge(module, step, float(loss.detach()), gradients, stages=stages, **options)
+
+
+@torch.no_grad()
+def evaluation_error(module: nn.Module, step: Step, stages: int = 2, **options: Any) -> float:
+    """How far the loss in evaluation mode is from that of one process."""
+    module = perturbed(module).eval()
+    expected = float(step(copy.deepcopy(module)))
+    played = Stages(module, stages, survey_of(module, step, stages, **options), **options)
+    played.rehearse(step)
+    return abs(float(played.forward(step)[0]) - expected)
 
 
 def judge(
@@ -201,13 +219,13 @@ def judge(
     except Exception as error:
         return Verdict("crash", f"set-up: {type(error).__name__}: {error}")
     try:
-        found, _ = played.run(step)
+        found = played.run(step)
     except Exception as error:
         return Verdict("crash", f"{type(error).__name__}: {error}")
     actual = summed(played, names)
     error = max(
         abs(float(found) - loss) / max(abs(loss), 1e-12),
-        largest_difference(gradients, actual, {name: (name,) for name in gradients}),
+        largest_difference(gradients, actual),
     )
     carried = tuple(sorted({source.describe() for cut in played.cuts for source in cut.carried}))
     extra = set(actual) - set(gradients)
