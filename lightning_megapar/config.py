@@ -42,6 +42,7 @@ FOREIGN_NAMES: dict[str, str] = {
     "gradient_accumulation_steps": "accumulate_grad_batches (a Trainer argument)",
     "sp": "sequence_parallel",
     "schedule": "pipeline_schedule",
+    "pipeline_stack": "pipeline_blocks",
 }
 """What the same thing is called in Megatron-LM, NeMo, DeepSpeed, torchtitan and nanotron."""
 
@@ -128,8 +129,9 @@ class ParallelConfig:
         num_microbatches: pieces that a batch is cut into; ``"auto"`` is 1 without a pipeline, else
             ``2 x pipeline_parallel_size``.
         pipeline_schedule: ``"gpipe"`` or ``"1f1b"``.
-        pipeline_stack: dotted name of the ``ModuleList``/``Sequential`` to cut; ``None`` takes the one with the most
-            parameters.
+        pipeline_blocks: dotted name of the ``ModuleList``/``Sequential`` to cut, e.g. ``"model.layers"``; ``None``
+            takes the one with the most parameters.
+        pipeline_stack: the same under its older name; afterwards equal to ``pipeline_blocks``.
         pipeline_split: blocks per stage, e.g. ``(3, 5)``; ``None`` balances by parameter count.
         sharding_plan: how layers that are not from ``lightning_megapar.layers`` are cut over the tensor ranks:
             ``"auto"`` (the module's own plan, else the one that transformers publishes), ``"off"``, a mapping of
@@ -148,6 +150,7 @@ class ParallelConfig:
     zero_stage: int = 0
     num_microbatches: Degree = "auto"
     pipeline_schedule: str = "1f1b"
+    pipeline_blocks: str | None = None
     pipeline_stack: str | None = None
     pipeline_split: tuple[int, ...] | None = None
     sharding_plan: Any = "auto"
@@ -169,6 +172,13 @@ class ParallelConfig:
             raise ConfigError(
                 f"pipeline_schedule={self.pipeline_schedule!r} is not one of {', '.join(SCHEDULES)}{hint}"
             )
+        if self.pipeline_blocks and self.pipeline_stack and self.pipeline_blocks != self.pipeline_stack:
+            raise ConfigError(
+                f"pipeline_blocks={self.pipeline_blocks!r} and pipeline_stack={self.pipeline_stack!r} are two names of "
+                "one setting; give one of them (pipeline_blocks)"
+            )
+        for name in ("pipeline_blocks", "pipeline_stack"):
+            object.__setattr__(self, name, self.pipeline_blocks or self.pipeline_stack)
         if self.pipeline_split is not None:
             object.__setattr__(self, "pipeline_split", tuple(self.pipeline_split))
             if any(not isinstance(n, int) or n < 1 for n in self.pipeline_split or ()):

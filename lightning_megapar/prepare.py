@@ -27,7 +27,9 @@ from lightning_megapar.data_parallel.parameters import (
 from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.layers.collectives import TensorRanks
 from lightning_megapar.mesh import ParallelMesh
-from lightning_megapar.pipeline.cut import StageCut, StagePlan, plan_stages
+from lightning_megapar.pipeline.cut import StageCut, StagePlan, find_stack, plan_stages
+from lightning_megapar.pipeline.stages import blocks_of, outside_of
+from lightning_megapar.pipeline.survey import Survey, survey_module
 from lightning_megapar.random_streams import RandomStreams, uses_dropout
 from lightning_megapar.sharding.alone import stand_alone
 from lightning_megapar.sharding.apply import shard_module
@@ -80,6 +82,7 @@ def prepare_module(
     runs: Callable[[nn.Module], Sequence[Run] | None] = lambda m: None,
     load_from: Mapping[str | None, Path] | None = None,
     load_except: Sequence[str] = (),
+    trial: Callable[[nn.Module], Any] | None = None,
 ) -> PreparedModule:
     """Cut, shard and place ``module`` in place. All ranks call it with the same (whole) module.
 
@@ -93,6 +96,7 @@ def prepare_module(
         runs: of the module's own step on a few samples, for the chooser of a sharding plan.
         load_from, load_except: files that values come from; see
             :func:`~lightning_megapar.checkpoint.hugging_face.plan_reading`.
+        trial: runs one step of the user on a module, to see what it uses before the cut.
 
     Raises:
         CheckpointError: a file that cannot be read to its end.
@@ -120,11 +124,13 @@ def prepare_module(
     pipeline = mesh.size("pipeline")
     plan = cut = None
     if pipeline > 1:
-        plan = plan_stages(module, pipeline, stack=config.pipeline_stack, split=config.pipeline_split, keep=keep)
+        named: dict[str, Any] = {"stack": config.pipeline_blocks, "split": config.pipeline_split}
+        survey = None if trial is None else _survey(module, pipeline, trial, convert, named)
+        plan = plan_stages(module, pipeline, keep=keep, survey=survey, **named)
     if mesh.layout.world_size > 1:
         _take_values_of_rank_zero(module, device, loaded)
     if plan is not None:
-        cut = StageCut(module, plan, mesh.coordinate("pipeline"))
+        cut = StageCut(module, plan, mesh.coordinate("pipeline"), device)
     tensor = mesh.submesh("tensor")
     shard_module(module, tensor, config.sequence_parallel and mesh.size("tensor") > 1)
     if assignments and tensor is not None:
@@ -157,8 +163,6 @@ def prepare_module(
 
 
 def _stack_of(module: nn.Module) -> str | None:
-    from lightning_megapar.pipeline.cut import find_stack
-
     try:
         return find_stack(module)[0]
     except ConfigError:
@@ -197,15 +201,29 @@ def check_module(
     if given is not None and layout.tensor > 1:
         resolve(given, module, strict=True)
     if layout.pipeline > 1:
-        plan_stages(module, layout.pipeline, stack=config.pipeline_stack, split=config.pipeline_split, keep=keep)
+        plan_stages(module, layout.pipeline, stack=config.pipeline_blocks, split=config.pipeline_split, keep=keep)
+
+
+def _survey(
+    module: nn.Module,
+    num_stages: int,
+    trial: Callable[[nn.Module], Any],
+    convert: Callable[[nn.Module], nn.Module],
+    named: Mapping[str, Any],
+) -> Survey | None:
+    """When a run of the step uses which module: the first rank's findings, on every rank."""
+    path, blocks = blocks_of(module, num_stages, **named)
+    box = [survey_module(module, trial, blocks, outside_of(module, path), convert)]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def _blocks(module: nn.Module, plan: StagePlan | None) -> list[nn.Module]:
     """The units that FSDP2 shards one by one: the stack's blocks when there is a stack at all."""
-    from lightning_megapar.pipeline.cut import find_stack
-
+    if plan is not None:
+        return [module.get_submodule(name) for name in plan.blocks]
     try:
-        _, stack = find_stack(module, plan.stack if plan is not None else None)
+        _, stack = find_stack(module)
     except ConfigError:
         return []
     return list(stack.children())

@@ -38,8 +38,9 @@ from lightning_megapar.data_parallel.gradients import GradientReducer
 from lightning_megapar.data_parallel.parameters import LogicalParameter, trainable
 from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.mesh import ParallelMesh
-from lightning_megapar.pipeline.cut import StageCut, StageError, contains_nan
-from lightning_megapar.pipeline.runtime import PipelineRuntime, boundary_tensors
+from lightning_megapar.pipeline.cut import StageCut
+from lightning_megapar.pipeline.rehearsal import Rehearsal
+from lightning_megapar.pipeline.runtime import PipelineRuntime
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule
 from lightning_megapar.random_streams import RandomStreams, generators_kept
 from lightning_megapar.stage_metrics import from_last_stage
@@ -142,8 +143,8 @@ class Stepper:
         self._token_unit: float | None = None
         self._window = _Window()
         self._schedules: dict[tuple[str, int], Schedule] = {}
-        self._verified = cut is None
         self._agreed = mesh.size("tensor") == 1
+        self._rehearsed: set[str] = set()
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     @property
@@ -196,12 +197,6 @@ class Stepper:
                 finished, value = (True, step()) if self.cut is None else self.cut.call(step, received)
         finally:
             self._running = False
-        if not self._verified:
-            # Poison of a stand-in shows as NaN; ask once, on the first step, so that later steps do not synchronise.
-            tensors = boundary_tensors(value)
-            clean = received is not None and not contains_nan(boundary_tensors(received))
-            if clean and self.cut is not None and contains_nan(tensors):
-                raise StageError(self.cut.explain_poison())
         return finished, value
 
     def _keep_generators(self) -> AbstractContextManager[None]:
@@ -221,16 +216,40 @@ class Stepper:
             refuse_unlike_batches([value for _, value in marks], data_ranks)
         return mark
 
-    def _warn_of_poison(self, recorder: LogRecorder) -> None:
-        if self._verified or self.cut is None or not self.cut.is_last:
+    def _rehearse(self, kind: str, step: Callable[[Any], Any], pieces: Sequence[tuple[Any, int]], results: Any) -> None:
+        """Before the first step of a kind: find out what each stage needs, refuse what cannot be cut."""
+        if self.cut is None or kind in self._rehearsed:
             return
-        names = sorted({e.name for e in recorder.entries.values() if not e.is_metric and contains_nan(e.values)})
+        self._rehearsed.add(kind)
+        piece, count = pieces[0]
+        rehearsal = Rehearsal(self.cut)
+
+        def once() -> None:
+            recorder = LogRecorder()
+            recorder.begin_microbatch(0, count)
+
+            def forward(received: Any) -> tuple[bool, Any]:
+                with recorder.attached(results):
+                    finished, value = self._call(lambda: step(piece), 0, received)
+                if finished:
+                    recorder.complete()
+                return finished, value
+
+            with self._keep_generators():
+                schedule = self._schedule("forward", 1)
+                self.runtime.run(schedule, lambda _, received: rehearsal.forward(forward, received))
+
+        rehearsal.run(once)
+
+    def _fill_absent_logs(self, recorder: LogRecorder) -> None:
+        if self.cut is None or not self.cut.is_last:
+            return
+        names = recorder.fill_absent()
         if names:
-            kept = ", ".join(map(repr, self.cut.outside_names)) or "none"
             warnings.warn(
-                f"self.log got not-a-number for {names}: a value that only an earlier pipeline stage computes is logged"
-                f" as such. Log values from after the stack, or keep the module that gives them on every stage (on the"
-                f" first one only: {kept}): pipeline_keep={{'<name>': 'all'}}",
+                f"self.log got not-a-number for {names}: these values are computed on an earlier pipeline stage, and "
+                "the first step did not log them, so that they do not travel. Log them in every step, or values from "
+                "after the stack",
                 stacklevel=2,
             )
 
@@ -321,6 +340,7 @@ class Stepper:
             loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
             (loss * (weight / unit * scale).to(loss.dtype)).backward()
 
+        self._rehearse("train", step, pieces, results)
         if self.zero is not None:
             self.zero.hold()
         release = self.zero.release if self.zero is not None and is_last_of_window else None
@@ -334,8 +354,7 @@ class Stepper:
             self.runtime.run(schedule, forward, backward, release, before_backward)
         if len(set(by_tokens)) > 1:
             raise StepContractError("training_step returned num_valid_tokens for some microbatches only")
-        self._warn_of_poison(recorder)
-        self._verified = True
+        self._fill_absent_logs(recorder)
 
         if by_tokens and by_tokens[0]:
             _weigh_by_tokens(recorder, weights)
@@ -471,6 +490,7 @@ class Stepper:
         flag: float = 0.0,
         share: bool = False,
         nominal: int | None = None,
+        kind: str = "evaluate",
     ) -> StepResult:
         """Run one validation, test or predict batch forward only.
 
@@ -479,6 +499,7 @@ class Stepper:
         """
         pieces = split_batch(batch, self.num_microbatches, nominal)
         mark = self._fingerprint(batch, len(pieces), "evaluate")
+        self._rehearse(kind, step, pieces, results)
         recorder = LogRecorder()
         outputs: list[Any] = []
         weights: list[Tensor] = []
@@ -496,8 +517,7 @@ class Stepper:
 
         with self._keep_generators():
             self.runtime.run(self._schedule("forward", len(pieces)), forward)
-        self._warn_of_poison(recorder)
-        self._verified = True
+        self._fill_absent_logs(recorder)
         if outputs and isinstance(outputs[0], dict) and "num_valid_tokens" in outputs[0]:
             _weigh_by_tokens(recorder, weights)
         report = self.exchange.exchange(recorder, 0.0, 0.0, flag, mark)

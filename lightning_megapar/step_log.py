@@ -22,6 +22,7 @@ from torchmetrics import Metric
 
 from lightning_megapar.batches import refuse_unlike_batches
 from lightning_megapar.mesh import ParallelMesh
+from lightning_megapar.pipeline.away import Away, present
 
 _FIXED = 7  # flag, signature, entries, loss sum, loss weight, capacity wanted, fingerprint of the batch
 _REDUCTIONS = ("mean", "sum", "max", "min")
@@ -99,6 +100,21 @@ class LogRecorder:
             value = cached if isinstance(cached, Tensor) and cached.numel() == 1 else torch.tensor(float("nan"))
         entry.values.append(value.detach().reshape(()) if isinstance(value, Tensor) else torch.tensor(float(value)))
         entry.weights.append(float(batch_size) if batch_size is not None else self._samples)
+
+    def complete(self) -> None:
+        """In a rehearsal: what was logged is needed here, wherever it is computed."""
+        for entry in self.entries.values():
+            entry.values = [present(value) for value in entry.values]
+
+    def fill_absent(self) -> list[str]:
+        """Put NaN for values that only an earlier pipeline stage has; returns their names."""
+        names = []
+        for entry in self.entries.values():
+            if any(isinstance(value, Away) for value in entry.values):
+                names.append(entry.name)
+                absent = torch.tensor(float("nan"))
+                entry.values = [absent if isinstance(value, Away) else value for value in entry.values]
+        return sorted(set(names))
 
     @contextmanager
     def attached(self, results: Any) -> Iterator[None]:

@@ -27,6 +27,7 @@ from lightning_megapar.checkpoint.training_state import CURRENT, named_optimizer
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.data.sampler import ResumableSampler
 from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm
+from lightning_megapar.first_batch import peek, step_name, trial_of
 from lightning_megapar.launch import shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
 from lightning_megapar.limits import (
@@ -38,8 +39,8 @@ from lightning_megapar.limits import (
 from lightning_megapar.loaders import prepare_loader, same_on_all_ranks
 from lightning_megapar.mesh_strategy import MeshStrategy
 from lightning_megapar.prepare import PreparedModule, local_state, placed_state, prepare_module
-from lightning_megapar.random_streams import generators_kept, share_generators
-from lightning_megapar.sharding.alone import first_rows, runs_of_step
+from lightning_megapar.random_streams import share_generators
+from lightning_megapar.sharding.alone import runs_of_step
 from lightning_megapar.sharding.choice import given_plan, print_plan
 from lightning_megapar.sharding.trial import Run
 from lightning_megapar.shards import is_value
@@ -48,17 +49,20 @@ from lightning_megapar.step import StepContractError, Stepper, StepResult
 from lightning_megapar.step_log import replay
 from lightning_megapar.trees import PREFIXES, in_any_tree, of_tree, register_strategy, tree_of
 
+TRIAL_SAMPLES = 4
+"""Samples of the batch on which a sharding plan is tried."""
+
 
 class MegaParStrategy(MeshStrategy):
     """Train an unchanged LightningModule under tensor, sequence, pipeline and data parallelism.
 
     Args:
         tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size,
-        data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_stack,
-        pipeline_split, sharding_plan: see :class:`~lightning_megapar.config.ParallelConfig`. Every size may be
-            ``"auto"``.
+        data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_blocks,
+        pipeline_stack, pipeline_split, sharding_plan: see :class:`~lightning_megapar.config.ParallelConfig`. Every size
+        may be ``"auto"``.
         pipeline_keep: module name -> ``"first"``, ``"last"`` or ``"all"``: where a module beside the pipelined stack
-            is needed, when its place in the registration order does not say so.
+            is needed, when neither a trial run of the first batch nor its place in the registration order says so.
         seed: of name-seeded initialisation and of data order; ``None`` takes ``seed_everything``'s, else 0.
         empty_init: build the module on the meta device in ``configure_model``; its parameters are then initialised by
             name, one at a time, on the rank that holds them. ``trainer.init_module(empty_init=True)`` does the same.
@@ -85,6 +89,7 @@ class MegaParStrategy(MeshStrategy):
         zero_stage: int = 0,
         num_microbatches: Any = "auto",
         pipeline_schedule: str = "1f1b",
+        pipeline_blocks: str | None = None,
         pipeline_stack: str | None = None,
         pipeline_split: Any = None,
         pipeline_keep: Mapping[str, str] | None = None,
@@ -108,6 +113,7 @@ class MegaParStrategy(MeshStrategy):
             zero_stage=zero_stage,
             num_microbatches=num_microbatches,
             pipeline_schedule=pipeline_schedule,
+            pipeline_blocks=pipeline_blocks,
             pipeline_stack=pipeline_stack,
             pipeline_split=pipeline_split,
             sharding_plan=sharding_plan,
@@ -219,6 +225,7 @@ class MegaParStrategy(MeshStrategy):
                 runs=lambda whole: self._trial_runs(trainer),
                 load_from=self.load_from,
                 load_except=self.load_except,
+                trial=trial_of(trainer, self.num_microbatches) if self.layout.pipeline > 1 else None,
             )
             object.__setattr__(module, "_megapar_prepared", self._prepared)
             self._print_stages()
@@ -258,17 +265,11 @@ class MegaParStrategy(MeshStrategy):
     def _trial_runs(self, trainer: Any) -> list[Run] | None:
         """The module's own step on a few samples of the run's data; ``None`` where none can be taken."""
         assert self.lightning_module is not None
-        if trainer.state.fn == TrainerFn.FITTING and not self.lightning_module.automatic_optimization:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and not self.lightning_module.automatic_optimization:
             return None  # its step would run optimizers
-        step, loop = {
-            TrainerFn.FITTING: ("training_step", trainer.fit_loop),
-            TrainerFn.VALIDATING: ("validation_step", trainer.validate_loop),
-            TrainerFn.TESTING: ("test_step", trainer.test_loop),
-            TrainerFn.PREDICTING: ("predict_step", trainer.predict_loop),
-        }[trainer.state.fn]
-        with generators_kept():
-            rows = first_rows(loop._data_source.dataloader())
-            return None if rows is None else runs_of_step(step, rows)
+        rows = peek(trainer, 1, limit=TRIAL_SAMPLES)
+        return None if rows is None else runs_of_step(step_name(trainer), rows)
 
     def _make_stepper(self) -> Stepper:
         return Stepper(
@@ -406,6 +407,7 @@ class MegaParStrategy(MeshStrategy):
             flag=float(self._preemption.is_set),
             share=kind == "predict" or self._is_seen(f"on_{kind}_batch_end"),
             nominal=getattr(getattr(trainer, loaders), "batch_size", None),
+            kind=kind,
         )
         self._after_step(result)
         if self._averaging and self.prepared.zero is not None:

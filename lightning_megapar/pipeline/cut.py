@@ -3,21 +3,23 @@
 The largest stack of blocks in the module (or the one that the user names) is cut. Each stage runs the *whole* user
 step, once per microbatch, with these changes:
 
-* the block before the first local one is a stand-in that returns what that very block returned on the stage before,
-  so that whatever the step does between two blocks is done to it; blocks before that return poison (NaN), which shows
-  when something else than the block's successor needs their results;
-* the stand-in after the last local block raises a private ``BaseException`` that carries the local block's output and
-  unwinds the step; the last stage runs on to the loss;
-* modules with parameters that are registered before the stack live on the first stage only, those registered after it
-  on the last one; elsewhere they are stand-ins. Modules without parameters stay everywhere.
+* a module of an earlier stage is a stand-in. The last block of the stage before returns what it returned there, so
+  that whatever the step does between two blocks is done to it. Every other one returns :class:`Away` tensors (shapes
+  without numbers), except for those results that this stage was found to need: they travel with the boundary, their
+  gradients travel back;
+* the stand-in of a block of a later stage raises a private ``BaseException`` that carries the boundary and unwinds the
+  step; the last stage runs on to the loss;
+* modules with parameters that run before the stack live on the first stage only, those that run after it on the last
+  one. Modules without parameters stay everywhere.
 
-The step must call the stack once. Parameters that more than one stage holds (tied embeddings, parameters of a module
-that contains the stack) are reported by canonical name, so that their gradients can be summed.
+The step must call every block once, in order. Parameters that more than one stage holds (tied embeddings, parameters
+of a module that contains the stack) are reported by canonical name, so that their gradients can be summed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,147 +27,55 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_megapar.config import ConfigError, nearest_name
-from lightning_megapar.pipeline.partition import given_split, split_blocks
-from lightning_megapar.pipeline.stand_ins import Absent, ShapeOnly, SkippedBlock, StageError, poison
+from lightning_megapar.pipeline.away import Away, Ledger, Source, StageError, present
+from lightning_megapar.pipeline.changes import Changed, apply_changes, changes, snapshot
+from lightning_megapar.pipeline.nest import (
+    Shape,
+    Unsent,
+    flatten,
+    is_plain,
+    map_leaves,
+    replace,
+    same,
+    tensors_of,
+    without_tensors,
+)
+from lightning_megapar.pipeline.stages import StagePlan, find_stack, plan_stages
+from lightning_megapar.pipeline.stand_ins import StandIn, replace_child
 
-PLACES = ("first", "last", "all")
-_NOTHING = object()
+__all__ = ["Boundary", "StageCut", "StageError", "StageExit", "StagePlan", "find_stack", "plan_stages"]
+
+Key = tuple[str, int]
+"""A module's dotted name and which call of it in this microbatch."""
 
 
 class StageExit(BaseException):
-    """Carries the last local block's output out of the user's step."""
+    """Carries the boundary out of the user's step."""
 
     def __init__(self, boundary: Any) -> None:
         super().__init__()
         self.boundary = boundary
 
 
-@dataclass(frozen=True)
-class StagePlan:
-    """Where everything lives. Pure data, the same on every rank.
+@dataclass
+class _Result:
+    """What a module returned on this stage or an earlier one.
 
     Args:
-        stack: dotted name of the stack of blocks.
-        ranges: block range ``(start, stop)`` per stage.
-        costs: parameters per block.
-        outside: dotted name of each outside module with parameters -> ``"first"``, ``"last"`` or ``"all"``.
-        before, after: parameters that run before and after the stack.
+        value: the nest.
+        versions: counters of in-place modification of its tensors when it was returned.
     """
 
-    stack: str
-    ranges: tuple[tuple[int, int], ...]
-    costs: tuple[int, ...]
-    outside: Mapping[str, str]
-    before: int
-    after: int
-
-    def rows(self) -> list[tuple[str, str, str]]:
-        """(stage, blocks, parameters) for a table."""
-        rows = []
-        for stage, (start, stop) in enumerate(self.ranges):
-            total = sum(self.costs[start:stop])
-            total += self.before if stage == 0 else 0
-            total += self.after if stage == len(self.ranges) - 1 else 0
-            rows.append((str(stage), f"{self.stack}[{start}:{stop}]", f"{total:,}"))
-        return rows
+    value: Any
+    versions: list[int]
 
 
-def _count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+Boundary = dict[str, Any]
+"""``handed``: key of the result that is handed on whole; ``results``: key -> nest of tensors and :class:`Shape`.
 
-
-def find_stack(module: nn.Module, name: str | None = None) -> tuple[str, nn.Module]:
-    """The stack to cut: the named one (a ``ModuleDict`` as well), else the ``ModuleList``/``Sequential`` with the most
-    parameters.
-
-    Raises:
-        ConfigError: when there is none, or the name is not one (the candidates are listed).
-    """
-    # A ModuleDict is rarely a stack (more often it names a model's parts): only when the user says so.
-    kinds = (nn.ModuleList, nn.Sequential) if name is None else (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-    candidates = {
-        path: child
-        for path, child in module.named_modules()
-        if isinstance(child, kinds) and len(child) >= 2 and _count(child) > 0
-    }
-    if name is not None:
-        if name not in candidates:
-            near = nearest_name(name, candidates)
-            hint = f"; did you mean {near!r}?" if near else ""
-            raise ConfigError(f"pipeline_stack={name!r} is not a stack of blocks{hint} (stacks: {sorted(candidates)})")
-        return name, candidates[name]
-    if not candidates:
-        raise ConfigError(
-            "pipeline_parallel_size > 1 needs a stack of blocks (an nn.ModuleList or nn.Sequential of at least two "
-            f"modules with parameters, or an nn.ModuleDict named by pipeline_stack); {type(module).__name__} has none"
-        )
-    # Of nested stacks with the same parameters the inner one is the stack of blocks: named_modules lists it later.
-    best = max(candidates, key=lambda path: (_count(candidates[path]), len(path)))
-    return best, candidates[best]
-
-
-def plan_stages(
-    module: nn.Module,
-    num_stages: int,
-    *,
-    stack: str | None = None,
-    split: tuple[int, ...] | None = None,
-    keep: Mapping[str, str] | None = None,
-) -> StagePlan:
-    """Decide which stage holds what.
-
-    Args:
-        module: the whole module, real or on the meta device.
-        num_stages: pipeline size.
-        stack: dotted name of the stack, ``None`` to find it.
-        split: blocks per stage, ``None`` to balance parameters.
-        keep: outside module name -> ``"first"``, ``"last"`` or ``"all"``, where registration order guesses wrong.
-
-    Raises:
-        ConfigError: fewer blocks than stages, a split that does not add up, unknown names or places.
-    """
-    path, blocks = find_stack(module, stack)
-    for name, block in blocks.named_children():
-        if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
-            raise ConfigError(
-                f"pipeline_stack={path!r} cannot be cut: its block {name!r} is an nn.{type(block).__name__}, which is "
-                "not called as a whole; make the block a module with a forward, or name another stack"
-            )
-    parts = path.split(".") if path else []
-    outside: dict[str, str] = {}
-    for depth in range(len(parts)):
-        owner_path = ".".join(parts[:depth])
-        owner = module.get_submodule(owner_path)
-        passed = False
-        for child_name, child in owner.named_children():
-            if child_name == parts[depth]:
-                passed = True
-                continue
-            full = f"{owner_path}.{child_name}" if owner_path else child_name
-            if next(child.parameters(), None) is not None:
-                outside[full] = "last" if passed else "first"
-    for name, place in (keep or {}).items():
-        if place not in PLACES:
-            raise ConfigError(f"pipeline_keep[{name!r}]={place!r} is not one of {', '.join(PLACES)}")
-        if name not in outside:
-            near = nearest_name(name, outside)
-            hint = f"; did you mean {near!r}?" if near else ""
-            raise ConfigError(f"pipeline_keep names {name!r}, not a module beside the stack{hint}: {sorted(outside)}")
-        outside[name] = place
-    costs = [_count(block) for block in blocks.children()]
-    cost_of = {name: _count(module.get_submodule(name)) for name in outside}
-    before = sum(cost for name, cost in cost_of.items() if outside[name] != "last")
-    after = sum(cost for name, cost in cost_of.items() if outside[name] != "first")
-    if split is None:
-        ranges = split_blocks([float(c) for c in costs], num_stages, float(before), float(after))
-    else:
-        if len(split) != num_stages:
-            raise ConfigError(f"pipeline_split={split} names {len(split)} stages, pipeline_parallel_size={num_stages}")
-        ranges = given_split(split, len(costs))
-    return StagePlan(path, ranges, tuple(costs), outside, before, after)
+A block that is missing returned the same shapes as the one that is handed on.
+"""
 
 
 class StageCut:
@@ -175,149 +85,349 @@ class StageCut:
         module: the whole module; cut in place.
         plan: from :func:`plan_stages`.
         stage: this rank's stage.
+        device: where this rank computes.
     """
 
-    def __init__(self, module: nn.Module, plan: StagePlan, stage: int) -> None:
+    def __init__(self, module: nn.Module, plan: StagePlan, stage: int, device: torch.device | None = None) -> None:
+        self.module = module
         self.plan = plan
+        self.stage = stage
         self.is_first = stage == 0
         self.is_last = stage == len(plan.ranges) - 1
         self.start, self.stop = plan.ranges[stage]
-        self._received: Any = None
-        self._left: Any = _NOTHING
-        self._versions: list[int] = []
-        self._entered = 0
+        self.ledger = Ledger(device or torch.device("cpu"))
+        self._carried: set[Source] = set()
+        self._travelling: set[Key] = set()
+        self.known: frozenset[tuple[Source, int]] = frozenset()
+        """Which stage needs which result besides the one that is handed on; the same on all stages."""
+        self.copied: set[str] = set()
+        """Modules whose result the step modifies in place, although it also travels: the step gets a copy."""
+        self.changing: set[str] = set()
+        """Modules that change containers among their arguments (a dict that blocks share): the changes travel too."""
+        self.taps: frozenset[str] = frozenset()
+        """Parts of blocks (dotted, from the block) whose results leave the block by hooks: the hooks are replayed."""
+        self.watch: Any = None
+        self._stages = plan.stage_of()
+        self._index = {name: i for i, name in enumerate(plan.blocks)}
+        self.group = set(plan.blocks) | {name for group in plan.beside for name in group}
         self._active = False
-        self.outside_names: list[str] = []
-        self._replace(module)
-        self._stack = module.get_submodule(plan.stack)
         self._handles: list[Any] = []
+        self._local: dict[str, nn.Module] = {}
+        self._stand_ins: dict[str, StandIn] = {}
+        self._clear()
+        self._replace(module)
+
+    # -- cutting -----------------------------------------------------------------------------------------------------
 
     def _replace(self, module: nn.Module) -> None:
-        blocks = module.get_submodule(self.plan.stack)
-        for name, block in list(blocks.named_children()):
-            index = list(blocks._modules).index(name)
-            if not self.start <= index < self.stop:
-                setattr_module(blocks, name, SkippedBlock(block, partial(self._stand_in, index)))
-        for full, place in self.plan.outside.items():
-            owner_path, _, child_name = full.rpartition(".")
+        for name, stage in self._stages.items():
+            owner_path, _, child_name = name.rpartition(".")
             owner = module.get_submodule(owner_path)
             child = owner.get_submodule(child_name)
-            if place == "first" and not self.is_first:
-                setattr_module(owner, child_name, ShapeOnly(full, child))
-                self.outside_names.append(full)
-            elif place == "last" and not self.is_last:
-                setattr_module(owner, child_name, Absent(full, child))
+            if stage == self.stage:
+                self._local[name] = child
+            else:
+                answer = partial(self._answer, name)
+                stand_in = StandIn(name, child, self.ledger, answer, self.is_running)
+                self._stand_ins[name] = stand_in
+                replace_child(owner, child_name, stand_in)
+
+    @property
+    def carried(self) -> set[Source]:
+        """Results that travel to the next stage besides the one that is handed on."""
+        return self._carried
+
+    @carried.setter
+    def carried(self, sources: set[Source]) -> None:
+        self._carried = set(sources)
+        self._travelling = {(s.unit, s.call) for s in sources}
+
+    def is_running(self) -> bool:
+        """Whether the user's step is running."""
+        return self._active
 
     def install_hooks(self) -> None:
-        """Attach injection and exit. Call it after anything else (FSDP2) has put hooks on the blocks."""
+        """Attach injection and capture. Call it after anything else (FSDP2) has put hooks on the modules."""
         for handle in self._handles:
             handle.remove()
-        blocks = list(self._stack.children())[self.start : self.stop]
         self._handles = []
-        if not self.is_first:
-            self._handles += [block.register_forward_pre_hook(self._expect_input) for block in blocks]
-        if not self.is_last:
-            self._handles.append(blocks[-1].register_forward_hook(self._keep_output))
+        names: dict[int, list[str]] = {}
+        for name, module in self._local.items():
+            names.setdefault(id(module), []).append(name)
+        for name, module in self._local.items():
+            mine = names[id(module)]
+            if mine[0] != name:
+                continue  # one module in several places
+            # First of all, so that everybody else's hooks see numbers; and last of all.
+            self._handles.append(
+                module.register_forward_pre_hook(partial(self._before, mine), with_kwargs=True, prepend=True)
+            )
+            self._handles.append(module.register_forward_hook(partial(self._after, mine)))
+            for path, part in self._tapped(name, module):
+                self._handles.append(part.register_forward_hook(partial(self._tap, f"{name}.{path}")))
 
-    def _stand_in(self, index: int) -> Any:
-        """What block ``index`` of another stage returns to the step."""
-        if not self._active:
+    def _tapped(self, name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        if not self.taps or name not in self.group:
+            return []
+        return [(path, part) for path, part in module.named_modules() if path in self.taps]
+
+    def stage_of(self, name: str) -> int:
+        """Stage of a module of the cut, or of a part of one."""
+        while name not in self._stages:
+            name = name.rpartition(".")[0]
+        return self._stages[name]
+
+    @property
+    def local_modules(self) -> dict[str, nn.Module]:
+        """Modules that live on this stage only, by dotted name."""
+        return dict(self._local)
+
+    # -- while the step runs -----------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        self._results: dict[Key, _Result] = {}
+        self._received: Boundary | None = None
+        self._usual: Any = None
+        self._handed: Key | None = None
+        self._calls: dict[str, int] = {}
+        self._arguments: list[Any] = []
+        self._next = 0
+
+    def _count(self, name: str) -> Key:
+        number = self._calls.get(name, 0)
+        self._calls[name] = number + 1
+        return name, number
+
+    def _in_order(self, name: str) -> None:
+        index = self._index.get(name)
+        if index is None:
+            return
+        if index == 0 and self._next > 0:
             raise StageError(
-                f"block {index} of the pipelined stack {self.plan.stack!r} is on another stage: under "
+                f"the pipelined stack {self.plan.stack!r} was called 2 times in one step; under "
+                "pipeline_parallel_size > 1 a step may call it once (use pipeline_parallel_size=1 for this module)"
+            )
+        if index < self._next:
+            raise StageError(self._out_of_order(index, "called after its successors, or twice"))
+        self._next = index + 1
+
+    def _out_of_order(self, index: int, problem: str) -> str:
+        return (
+            f"block {index} of the pipelined stack {self.plan.stack!r} was {problem}; under "
+            "pipeline_parallel_size > 1 a step must call the blocks in order, at least one of every stage"
+        )
+
+    def _before(self, names: list[str], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._active:
+            return None
+        name = self._place(names)
+        self._in_order(name)
+        if self.ledger.recording:
+            refuse_autograd_function(name)
+        if self.watch is not None or name in self.changing:
+            self._arguments.append(snapshot(args, kwargs))
+        if self.watch is not None:
+            self.watch.enter(name)
+        return replace(Away, present, args), replace(Away, present, kwargs)
+
+    def _place(self, names: list[str]) -> str:
+        """Which of its places a module is called for: each one in turn, then the last again."""
+        return next((name for name in names if name not in self._calls), names[-1])
+
+    def _after(self, names: list[str], module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._active:
+            return None
+        name = self._place(names)
+        output = replace(Away, present, output)  # what came in by another way than the arguments
+        value = output
+        if self.watch is not None or name in self.changing:
+            found = changes(self._arguments.pop())
+            if found:
+                value = Changed(output, found)
+                self.ledger.changing.add(name)
+        if self.watch is not None:
+            self.watch.leave(value)
+        key = self._count(name)
+        self._results[key] = _Result(value, _versions(value))
+        if name in self.group:
+            self._handed = key
+        return map_leaves(_copy, output) if name in self.copied else output
+
+    def _tap(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._active:
+            return
+        if self.watch is not None:
+            self.watch.returned(output)
+        self._results[self._count(name)] = _Result(output, _versions(output))
+
+    def _answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a module of another stage returns to the step."""
+        if not self._active:
+            what = f"block {self._index[name]} of the pipelined stack" if name in self._index else "module"
+            raise StageError(
+                f"{what} {self.plan.stack if name in self._index else name!r} is on another stage: under "
                 "pipeline_parallel_size > 1 the stack runs only inside training_step, validation_step, test_step and "
                 "predict_step (and a checkpointed region must not span several blocks)"
             )
-        if index >= self.stop:
-            if self._left is _NOTHING:
-                raise StageError(self._out_of_order(self.stop - 1))
-            if _versions(self._left) != self._versions:
+        if self._stages[name] > self.stage:
+            if name not in self.group:
                 raise StageError(
-                    f"the output of block {self.stop - 1} of the pipelined stack {self.plan.stack!r} was modified in "
-                    "place before the next block was called; use an out-of-place operation there"
+                    f"module {name!r} is registered after the pipelined stack but was called before it. "
+                    f"Say where it is needed: pipeline_keep={{{name!r}: 'first'}} (or 'all')"
                 )
-            raise StageExit(self._left)
-        if index < self.start - 1:
-            return tree_map(lambda x: poison(x, x.device) if isinstance(x, Tensor) else x, self._received)
-        self._entered += 1
-        if self._entered > 1:
-            raise StageError(
-                f"the pipelined stack {self.plan.stack!r} was called {self._entered} times in one step; under "
-                "pipeline_parallel_size > 1 a step may call it once (use pipeline_parallel_size=1 for this module)"
-            )
-        # In-place operations on a leaf are errors; they are fine on what a block returned.
-        return tree_map(lambda x: _Entrance.apply(x) if isinstance(x, Tensor) else x, self._received)
+            self._in_order(name)
+            raise StageExit(self._boundary())
+        self._in_order(name)
+        key = self._count(name)
+        assert self._received is not None
+        result = self._received["results"].get(key)
+        if result is None:
+            if name not in self._index:
+                raise StageError(
+                    f"module {name!r} lives on pipeline stage {self._stages[name]} (its place in the registration "
+                    "order says so), but the step calls it behind a block of a later stage. Say where it is needed: "
+                    f"pipeline_keep={{{name!r}: 'last'}} (or 'all')"
+                )
+            result = self._usual
+        for part, path in [
+            (k, k[0][len(name) + 1 :]) for k in self._received["results"] if k[0].startswith(f"{name}.")
+        ]:
+            if path in self.taps:
+                replayed: Any = self._stand_ins[name].get_submodule(path)
+                replayed.replay(self._present(part, self._received["results"][part]))
+        result = self._present(key, result)
+        if isinstance(result, Changed):
+            apply_changes(result.changes, args, kwargs)
+            return result.returned
+        return result
 
-    def _out_of_order(self, missing: int) -> str:
-        return (
-            f"block {missing} of the pipelined stack {self.plan.stack!r} was not called before its successors; under "
-            "pipeline_parallel_size > 1 a step must call every block, in order (no layer drop, no early exit)"
+    def _present(self, key: Key, result: Any) -> Any:
+        """A received result for the step: tensors as what a module returned, shapes as absent values."""
+        numbers = iter(range(len(flatten(result)[0])))
+        copied = key[0] in self.copied
+
+        def leaf(value: Any) -> Any:
+            source = Source(*key, next(numbers))
+            if isinstance(value, Shape):
+                like = torch.empty(value.size, dtype=value.dtype, device="meta")
+                return Away.make(like, self.ledger.device, self.ledger, frozenset([source]))
+            if isinstance(value, Tensor):
+                # In-place operations on a leaf are errors; they are fine on what a block returned.
+                return _copy(value) if copied else _Entrance.apply(value)
+            return value
+
+        return map_leaves(leaf, result)
+
+    def _boundary(self) -> Boundary:
+        """What the next stage gets."""
+        handed = self._handed
+        if handed is None:
+            raise StageError(self._out_of_order(self.stop - 1, "not called before its successors"))
+        results: dict[Key, Any] = {}
+        for key, result in self._results.items():
+            if (key == handed or key in self._travelling) and _versions(result.value) != result.versions:
+                self._modified(key[0])
+            results[key] = self._outgoing(key, result.value, key == handed)
+        # Most blocks return alike: those that do not travel are not described one by one.
+        usual = without_tensors(results[handed])
+        if self._usual is not None and not same(self._usual, usual):
+            for name in self.plan.blocks[: self.start]:
+                results.setdefault((name, 0), self._usual)
+        return {
+            "handed": handed,
+            "results": {
+                k: v for k, v in results.items() if k == handed or k[0] not in self._index or not same(v, usual)
+            },
+        }
+
+    def _outgoing(self, key: Key, value: Any, whole: bool) -> Any:
+        numbers = iter(range(len(flatten(value)[0])))
+
+        def leaf(x: Any) -> Any:
+            number = next(numbers)
+            if not isinstance(x, Tensor):
+                return x if is_plain(x) else Unsent(key[0], type(x).__qualname__)
+            return x if whole or Source(*key, number) in self._carried else Shape.of(x)
+
+        return map_leaves(leaf, value)
+
+    def _modified(self, name: str) -> None:
+        if self.ledger.recording:
+            self.ledger.copies.add(name)
+            return
+        raise StageError(
+            f"what {name!r} returned was modified in place before it could travel to the next pipeline stage; the "
+            "first step did not do that. Use an out-of-place operation there"
         )
 
-    def _expect_input(self, block: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._active and self._entered == 0:
-            raise StageError(self._out_of_order(self.start - 1))
-
-    def _keep_output(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._active:
-            self._left, self._versions = output, _versions(output)
+    def _never_called(self) -> str:
+        return (
+            f"the step never called the pipelined stack {self.plan.stack!r}; under pipeline_parallel_size > 1 "
+            "every step must call it once"
+        )
 
     @contextmanager
-    def microbatch(self, received: Any) -> Iterator[None]:
+    def microbatch(self, received: Boundary | None) -> Iterator[None]:
         """While active, the step's stack is this stage's share. ``received`` is the previous stage's boundary."""
+        self._clear()
         self._received = received
-        self._left = _NOTHING
-        self._entered = 0
+        if received is not None:
+            self._usual = without_tensors(received["results"][received["handed"]])
+            self._handed = received["handed"]
+            self._results = {key: _Result(value, _versions(value)) for key, value in received["results"].items()}
         self._active = True
         try:
             yield
         finally:
             self._active = False
-            self._received = None
-            self._left = _NOTHING
+            self._clear()
 
-    def call(self, step: Callable[[], Any], received: Any) -> tuple[bool, Any]:
+    def call(self, step: Callable[[], Any], received: Boundary | None) -> tuple[bool, Any]:
         """Run the user's step for one microbatch.
 
         Returns:
             ``(True, step's return value)`` on the last stage, ``(False, boundary)`` elsewhere.
 
         Raises:
-            StageError: when a stage before the last ran to the end of the step (the stack was not called), or the
-                last stage never entered its blocks.
+            StageError: when a stage before the last ran to the end of the step (the stack was not called), when the
+                last stage did not call all of its blocks, or when something is needed that does not travel.
         """
         with self.microbatch(received):
             try:
                 output = step()
             except StageExit as leaving:
                 return False, leaving.boundary
-            if not self.is_last or (not self.is_first and self._entered == 0):
+            if not self.is_last or self._next == 0:
+                raise StageError(self._never_called())
+            return True, replace(Away, present, output)
+
+
+def refuse_autograd_function(name: str) -> None:
+    """A module called inside a custom autograd function has no graph of its own that gradients could travel along."""
+    if torch.is_grad_enabled():
+        return
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount > 0:
+            context = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(context, torch.autograd.function.FunctionCtx):
+                kind = type(context).__qualname__.removesuffix("Backward")
                 raise StageError(
-                    f"the step never called the pipelined stack {self.plan.stack!r}; under pipeline_parallel_size > 1 "
-                    "every step must call it once"
+                    f"{name!r} is called inside the autograd function {kind}, whose gradients cannot be cut between "
+                    "pipeline stages (for activation checkpointing use use_reentrant=False; reversible layers need "
+                    "pipeline_parallel_size=1)"
                 )
-        return True, output
-
-    def explain_poison(self) -> str:
-        """For the error raised when a NaN of a stand-in reached the loss or a boundary."""
-        names = ", ".join(repr(n) for n in self.outside_names) or "none"
-        return (
-            "a value that only an earlier stage computes reached the result on a later stage (not-a-number). "
-            f"Modules kept on the first stage only: {names}. If one of them also feeds something other than the "
-            "stack's hidden state, keep it everywhere: pipeline_keep={'<name>': 'all'}. If the step gathers something "
-            "from every block (a residual added outside the block, auxiliary losses, a list of hidden states), do it "
-            "inside the block and return it along with the hidden state"
-        )
-
-
-def setattr_module(owner: nn.Module, name: str, child: nn.Module) -> None:
-    """Replace a registered child by name, also in ModuleList and Sequential, keeping the order."""
-    child.train(owner.training)
-    owner._modules[name] = child
+        frame = frame.f_back
 
 
 def _versions(nest: Any) -> list[int]:
     """Counters of in-place modifications of a nest's tensors."""
-    return [leaf._version for leaf in tree_leaves(nest) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    return [leaf._version for leaf in tensors_of(nest) if not leaf.is_inference()]
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 class _Entrance(torch.autograd.Function):
@@ -330,8 +440,3 @@ class _Entrance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
-
-
-def contains_nan(tensors: list[Tensor]) -> bool:
-    """Whether any floating-point tensor holds a NaN (synchronises the device; used on the first step only)."""
-    return any(bool(torch.isnan(t).any()) for t in tensors if t.is_floating_point())

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_megapar.pipeline.nest import flatten, unflatten
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,10 @@ class Channel:
 
     def send(self, nest: Any) -> list[Tensor]:
         """Send a nest; returns its tensors in the order in which gradients will come back."""
-        leaves, spec = tree_flatten(nest)
+        leaves, spec = flatten(nest)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         slots = iter(range(len(tensors)))
-        plain = tree_unflatten([_Slot(next(slots)) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        plain = unflatten([_Slot(next(slots)) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         shapes = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
         description = pickle.dumps((plain, shapes))
         changed = description != self._description
@@ -93,8 +94,8 @@ class Channel:
         tensors = []
         for shape, dtype, requires_grad in self._shapes:
             tensors.append(self.receive_tensor(shape, dtype).requires_grad_(requires_grad and torch.is_grad_enabled()))
-        leaves, spec = tree_flatten(self._nest)
-        nest = tree_unflatten([tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in leaves], spec)
+        leaves, spec = flatten(self._nest)
+        nest = unflatten([tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in leaves], spec)
         return nest, [t for t in tensors if t.requires_grad]
 
     def drain(self) -> None:

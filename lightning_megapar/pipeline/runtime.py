@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.exchange import Channel
@@ -106,8 +105,3 @@ class PipelineRuntime:
         for channel in (self.forward_out, self.backward_out):
             if channel is not None:
                 channel.drain()
-
-
-def boundary_tensors(value: Any) -> list[Tensor]:
-    """The tensors of a boundary nest, in order."""
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]

@@ -1,99 +1,161 @@
-"""What takes the place of modules that another pipeline stage holds. They own no parameters."""
+"""What takes the place of modules that another pipeline stage holds. They own no parameters.
+
+A stand-in answers whatever a step reads off a module without running it: plain attributes (``layer_type``, a
+configuration), and while a step runs also submodules and theirs, sizes and dtypes of parameters, methods and
+``isinstance``. Calling it asks the cut for the module's result.
+"""
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
+
+from lightning_megapar.pipeline.away import OWNED, Away, Ledger, Source, StageError
+
+Answer = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-class StageError(RuntimeError):
-    """The user's step needs something that lives on another stage; the message says what to change."""
+def _is_plain(value: Any) -> bool:
+    """Whether an attribute can be kept without keeping somebody's parameters alive."""
+    return not any(isinstance(leaf, (nn.Module, Tensor)) or _may_hold(leaf) for leaf in tree_leaves(value))
 
 
-def _copy_plain_attributes(source: nn.Module, target: nn.Module) -> None:
-    # Loops over blocks often read such attributes off a block (``block.attention_type``) before calling it.
-    for name, value in vars(source).items():
-        if not name.startswith("_") and isinstance(value, (int, float, str, bool, type(None))) and name != "training":
-            setattr(target, name, value)
+def _may_hold(leaf: Any) -> bool:
+    """Bound methods, closures and callable objects may hold modules; functions and types do not."""
+    if isinstance(leaf, types.FunctionType):
+        return leaf.__closure__ is not None
+    return callable(leaf) and not isinstance(leaf, (type, types.BuiltinFunctionType))
 
 
-class SkippedBlock(nn.Module):
-    """A block of another stage.
+class StandIn(nn.Module):
+    """Stands for a module of another stage.
 
     Args:
-        original: the block that it stands for.
-        answer: what a call of it returns; may raise.
+        name: dotted name of the original.
+        original: the module; nothing of it is kept but plain attributes and shapes.
+        ledger: this stage's.
+        answer: what a call returns, from its arguments; may raise. ``None`` for a part of a stand-in, which cannot be
+            called.
+        is_running: whether a step of the user is running.
     """
 
-    def __init__(self, original: nn.Module, answer: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        original: nn.Module,
+        ledger: Ledger,
+        answer: Answer | None,
+        is_running: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__()
-        _copy_plain_attributes(original, self)
-        self._answer = answer
+        mine = vars(self)
+        for attribute, value in vars(original).items():
+            if attribute not in _OF_EVERY_MODULE and _is_plain(value):
+                mine[attribute] = value
+        tensors = {**original._parameters, **original._buffers}
+        mine["_away_name"], mine["_away_kind"] = name, type(original)
+        mine["_away_ledger"], mine["_away_answer"], mine["_away_running"] = ledger, answer, is_running
+        mine["_away_tensors"] = {
+            key: None if value is None else torch.empty_like(value, device="meta") for key, value in tensors.items()
+        }
+        mine["_away_dtypes"] = {}
+        for key, child in original._modules.items():
+            # Registered, so that whoever walks over the modules (to put hooks on them) finds what he would elsewhere.
+            self._modules[key] = None if child is None else _part(f"{name}.{key}", child, ledger, is_running)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._answer()
-
-
-class ShapeOnly(nn.Module):
-    """A module that runs before the stack, on a stage that does not need its values.
-
-    It runs on the meta device and returns poison: NaN tensors without storage (stride 0) of the right shape and
-    dtype, zero for integers. The first local block's input replaces the hidden state; if the poison reaches anything
-    else, the NaN shows and :class:`StageError` is raised with the module's name.
-    """
-
-    def __init__(self, name: str, original: nn.Module) -> None:
-        super().__init__()
-        _copy_plain_attributes(original, self)
-        self._name = name
-        self._shadow = [original.to("meta")]  # hidden from parameters(), modules() and state_dict()
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # type: ignore[override]
+        # Loops over mixed stacks ask what a block is; everybody else must see that nothing can be done to this one.
+        mine = object.__getattribute__(self, "__dict__")
+        running = mine.get("_away_running")
+        return mine["_away_kind"] if running is not None and running() else type(self)
 
     def __getattr__(self, name: str) -> Any:
+        mine = vars(self)
+        if name.startswith("__") or "_away_running" not in mine or not mine["_away_running"]():
+            return super().__getattr__(name)
+        if name in mine["_away_tensors"]:
+            return self._shape_of(name)
         try:
             return super().__getattr__(name)
         except AttributeError:
-            shadow = self.__dict__.get("_shadow")
-            if shadow is not None and hasattr(shadow[0], name):
-                return getattr(shadow[0], name)
+            found = inspect.getattr_static(mine["_away_kind"], name, None)
+            if isinstance(found, property) and found.fget is not None:
+                return found.fget(self)
+            if isinstance(found, types.FunctionType):
+                return types.MethodType(found, self)
+            if found is not None and _is_plain(found):
+                return found
             raise
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        def to_meta(leaf: Any) -> Any:
-            return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+    def _shape_of(self, name: str) -> Tensor | None:
+        shape = self._away_tensors[name]
+        if shape is None:
+            return None
+        ledger: Ledger = self._away_ledger
+        dtype = self._away_dtypes.get(shape.dtype, shape.dtype)
+        owner = self._away_name
+        return Away.make(shape.to(dtype), ledger.device, ledger, frozenset([Source(owner, 0, OWNED)]))
 
-        devices = [leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        device = devices[0] if devices else torch.device("cpu")
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Any:
+        return iter(self._modules.values())
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            return self._modules[index]
+        return list(self._modules.values())[index]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # ``module.half()`` and the like: what the parameters would be afterwards.
+        for dtype in {shape.dtype for shape in self._away_tensors.values() if shape is not None}:
+            now = self._away_dtypes.get(dtype, dtype)
+            self._away_dtypes[dtype] = fn(torch.empty(0, dtype=now, device=self._away_ledger.device)).dtype
+        for part in self.children():
+            part._apply(fn)
+        return self
+
+    def replay(self, result: Any) -> None:
+        """Call this part of a stand-in with what the original returned, for the hooks that wait for it."""
+        mine = vars(self)
+        mine["_away_answer"] = lambda args, kwargs: result
         try:
-            with torch.no_grad():
-                shapes = self._shadow[0](*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
-        except Exception as error:
-            raise StageError(
-                f"module {self._name!r} runs before the pipelined stack and could not be evaluated without data "
-                f"({type(error).__name__}: {error}). Keep it on every stage: pipeline_keep={{{self._name!r}: 'all'}}"
-            ) from error
-        return tree_map(lambda leaf: poison(leaf, device) if isinstance(leaf, Tensor) else leaf, shapes)
-
-
-class Absent(nn.Module):
-    """A module that runs after the stack, on a stage that does not hold the stack's end."""
-
-    def __init__(self, name: str, original: nn.Module) -> None:
-        super().__init__()
-        _copy_plain_attributes(original, self)
-        self._name = name
+            self()
+        finally:
+            mine["_away_answer"] = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StageError(
-            f"module {self._name!r} is registered after the pipelined stack but was called before it. "
-            f"Say where it is needed: pipeline_keep={{{self._name!r}: 'first'}} (or 'all')"
-        )
+        if self._away_answer is None:
+            raise StageError(
+                f"module {self._away_name!r} is called on a pipeline stage that does not hold it, other than by the "
+                "module that it belongs to. Call the outer module instead, or keep it on every stage: "
+                f"pipeline_keep={{{self._away_name!r}: 'all'}}"
+            )
+        return self._away_answer(args, kwargs)
 
 
-def poison(leaf: Tensor, device: torch.device) -> Tensor:
-    """NaN (0 for integers) in the shape and dtype of a tensor, without storage of that size."""
-    fill = float("nan") if leaf.dtype.is_floating_point or leaf.dtype.is_complex else 0
-    return torch.full((), fill, dtype=leaf.dtype, device=device).expand(leaf.shape)
+def _part(name: str, original: nn.Module, ledger: Ledger, is_running: Callable[[], bool]) -> nn.Module:
+    """A submodule of a stand-in, for reading only."""
+    if type(original) is nn.ModuleList:
+        return nn.ModuleList([_part(f"{name}.{i}", c, ledger, is_running) for i, c in enumerate(original)])
+    if type(original) is nn.ModuleDict:
+        return nn.ModuleDict({k: _part(f"{name}.{k}", c, ledger, is_running) for k, c in original.items()})
+    return StandIn(name, original, ledger, None, is_running)
+
+
+def replace_child(owner: nn.Module, name: str, child: nn.Module) -> None:
+    """Replace a registered child by name, also in ModuleList and Sequential, keeping the order."""
+    child.train(owner.training)
+    owner._modules[name] = child

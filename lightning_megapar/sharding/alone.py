@@ -155,29 +155,3 @@ def no_collectives() -> Iterator[None]:
     finally:
         for one in reversed(replaced):
             one.stop()
-
-
-def first_rows(loader: Any, count: int = 4) -> Any:
-    """A batch of a few samples, taken beside the loader's own iteration; ``None`` where that could lose samples.
-
-    Args:
-        loader: a ``DataLoader`` of a map-style dataset, or a list or tuple of batches; the first of several loaders.
-    """
-    if isinstance(loader, torch.utils.data.DataLoader):
-        dataset: Any = loader.dataset
-        if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__getitem__"):
-            return None
-        if loader.batch_sampler is None:
-            return dataset[0] if len(dataset) else None
-        rows = [dataset[index] for index in range(min(count, len(dataset)))]
-        return loader.collate_fn(rows) if rows else None
-    if isinstance(loader, dict):
-        found = {key: first_rows(one, count) for key, one in loader.items()}
-        return None if any(one is None for one in found.values()) else found
-    is_sequence = hasattr(loader, "__getitem__") and hasattr(loader, "__len__") and not hasattr(loader, "__next__")
-    if is_sequence and len(loader):
-        if all(hasattr(one, "__iter__") and not isinstance(one, (Tensor, dict, tuple, list)) for one in loader):
-            found_list = [first_rows(one, count) for one in loader]
-            return None if any(one is None for one in found_list) else found_list
-        return loader[0]
-    return None
