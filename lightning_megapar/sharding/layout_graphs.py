@@ -61,12 +61,13 @@ def linear_graph(
     boundary: TensorLayout = R,
     sequence_sharding: bool = True,
     training: bool = True,
+    microbatches: int = 1,
 ) -> Graph:
     """The graph of a list of linear layers in call order; a norm or sum that several of them read exists once.
 
     Args:
         entries: :class:`LinearEntry`, or tuples of its fields.
-        seq, batch, dtype, cluster, tensor_size, sequence_sharding, training: as
+        seq, batch, dtype, cluster, tensor_size, sequence_sharding, training, microbatches: as
             :class:`~lightning_megapar.sharding.layout_operations.GraphBuilder`.
         heads, kv_heads: of ``"attention"``; ``kv_heads`` defaults to ``heads``.
         causal: of ``"attention"``.
@@ -82,7 +83,14 @@ def linear_graph(
     if not widths:
         raise ConfigError("entries: no layer reads 'input'")
     build = GraphBuilder(
-        cluster, tensor_size, batch, seq, dtype, sequence_sharding=sequence_sharding, training=training
+        cluster,
+        tensor_size,
+        batch,
+        seq,
+        dtype,
+        sequence_sharding=sequence_sharding,
+        training=training,
+        microbatches=microbatches,
     )
     build.source("input", widths.pop(), boundary)
     kv_heads = heads if kv_heads is None else kv_heads
@@ -144,6 +152,7 @@ def mlp_graph(
     boundary: TensorLayout = R,
     sequence_sharding: bool = True,
     training: bool = True,
+    microbatches: int = 1,
 ) -> Graph:
     """``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))``; arguments as :func:`linear_graph`."""
     ways_in = ("gate", "up") if gated else ("up",)
@@ -159,6 +168,7 @@ def mlp_graph(
         boundary=boundary,
         sequence_sharding=sequence_sharding,
         training=training,
+        microbatches=microbatches,
     )
 
 
@@ -179,6 +189,7 @@ def transformer_block_graph(
     boundary: TensorLayout = R,
     sequence_sharding: bool = True,
     training: bool = True,
+    microbatches: int = 1,
 ) -> Graph:
     """A pre-norm block: attention and MLP with residual sums, (batch, seq, hidden) -> the same.
 
@@ -187,7 +198,8 @@ def transformer_block_graph(
         gated: the MLP is ``down(act(gate) * up)``.
         parallel: attention and MLP read one norm (GPT-J, GPT-NeoX) instead of following each other.
         boundary: layout between blocks.
-        seq, batch, dtype, cluster, tensor_size, causal, sequence_sharding, training: as :func:`linear_graph`.
+        seq, batch, dtype, cluster, tensor_size, causal, sequence_sharding, training, microbatches: as
+            :func:`linear_graph`.
 
     Raises:
         ConfigError: when the head counts do not divide.
@@ -220,6 +232,7 @@ def transformer_block_graph(
         boundary=boundary,
         sequence_sharding=sequence_sharding,
         training=training,
+        microbatches=microbatches,
     )
 
 
@@ -234,7 +247,8 @@ def column_row_pattern(graph: Graph) -> dict[str, str]:
     for operation in graph.operations:
         name = _by_rule(operation, [written[n] for n in operation.inputs])
         result[operation.name] = name
-        written[operation.output.name] = operation.strategy(name).output
+        # A table split by vocabulary is reduced at once, whatever reads it.
+        written[operation.output.name] = R if operation.kind == "embedding" else operation.strategy(name).output
     return result
 
 

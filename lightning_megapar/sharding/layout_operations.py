@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_megapar.config import ConfigError, Layout
-from lightning_megapar.planner.cluster import ELEMENT_BYTES, Cluster, Ring, dtype_name
+from lightning_megapar.planner.cluster import ELEMENT_BYTES, Cluster, Link, Ring, dtype_name
 from lightning_megapar.sharding.layouts import (
     C,
     Conversions,
@@ -40,6 +40,7 @@ class GraphBuilder:
         dtype: of parameters and activations, see :func:`lightning_megapar.planner.cluster.dtype_name`.
         sequence_sharding: offer layouts that cut dim -2.
         training: count the backward.
+        microbatches: of a step; the gradients of parameters that are held whole are summed once for all of them.
 
     Raises:
         ConfigError: on sizes that are not positive, or a group that does not fit the cluster.
@@ -55,9 +56,14 @@ class GraphBuilder:
         *,
         sequence_sharding: bool = True,
         training: bool = True,
+        microbatches: int = 1,
     ) -> None:
-        if min(batch, seq, tensor_size) < 1:
-            raise ConfigError(f"batch={batch}, seq={seq}, tensor_size={tensor_size}: all must be at least 1")
+        if min(batch, seq, tensor_size, microbatches) < 1:
+            raise ConfigError(
+                f"batch={batch}, seq={seq}, tensor_size={tensor_size}, microbatches={microbatches}: all must be at "
+                "least 1"
+            )
+        self.microbatches = microbatches
         self.cluster, self.ranks = cluster, tensor_size
         self.ring = cluster.axis_ring("tensor", Layout(tensor=tensor_size))
         self.batch, self.seq, self.tokens = batch, seq, batch * seq
@@ -71,9 +77,9 @@ class GraphBuilder:
         self._operations: list[Operation] = []
         self._without_gradient: set[str] = set()
 
-    def graph(self, results: Sequence[tuple[str, TensorLayout]] = ()) -> Graph:
-        """What was added; ``results`` must leave in the given layouts."""
-        return Graph(tuple(self._sources), tuple(self._operations), tuple(results))
+    def graph(self, results: Sequence[tuple[str, TensorLayout]] = (), tied: Sequence[tuple[str, str]] = ()) -> Graph:
+        """What was added; ``results`` must leave in the given layouts, ``tied`` operations share a weight."""
+        return Graph(tuple(self._sources), tuple(self._operations), tuple(results), tuple(tied))
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -109,19 +115,24 @@ class GraphBuilder:
             nbytes = (tokens * fan_in + fan_in * fan_out + tokens * fan_out) * self.element
             return products * self._kernel(2 * tokens * fan_in * fan_out, nbytes)
 
-        ways = [Strategy("replicate", (R,), R, time(self.tokens, k, m))]
+        weight = k * m * self.element
+        ways = [Strategy("replicate", (R,), R, time(self.tokens, k, m), parameter_bytes=weight)]
         shared = units is not None and units % n and n % units == 0
         if shared:
             assert units is not None
             among = Ring(n // units, self.ring.link)
             summed = self._sum(k * m // units, among)
-            ways.append(Strategy("column_shared", (C,), H, time(self.tokens, k, m / units), gradients=summed))
+            where: dict = {"parameter": "shared", "parameter_bytes": weight / units}
+            ways.append(Strategy("column_shared", (C,), H, time(self.tokens, k, m / units), summed, **where))
         elif m % n == 0 and n > 1:
-            ways.append(Strategy("column", (C,), H, time(self.tokens, k, m / n)))
+            where = {"parameter": "dim 0", "parameter_bytes": weight / n}
+            ways.append(Strategy("column", (C,), H, time(self.tokens, k, m / n), **where))
         if k % n == 0 and n > 1:
-            ways.append(Strategy("row", (H,), P, time(self.tokens, k / n, m)))
+            where = {"parameter": "dim 1", "parameter_bytes": weight / n}
+            ways.append(Strategy("row", (H,), P, time(self.tokens, k / n, m), **where))
         if self.sequence and n > 1:
-            ways.append(Strategy("sequence", (S,), S, time(self.tokens / n, k, m), gradients=self._sum(k * m)))
+            seconds, summed = time(self.tokens / n, k, m), self._sum(k * m)
+            ways.append(Strategy("sequence", (S,), S, seconds, summed, parameter_bytes=weight))
         flops, nbytes = 2.0 * self.tokens * k * m, (self.tokens * (k + m) + k * m) * self.element
         return self._add(name, "linear", (reads,), (*x.shape[:-1], m), ways, flops, nbytes, hidden=not shared)
 
@@ -206,13 +217,17 @@ class GraphBuilder:
             forward = self._kernel(0, 2 * moved * self.element)
             return forward + (self._kernel(0, (2 * moved + rows) * self.element) if self.training else 0.0)
 
-        ways = [Strategy("replicate", (R,), R, time(written, dense))]
+        weight = dense * self.element
+        ways = [Strategy("replicate", (R,), R, time(written, dense), parameter_bytes=weight)]
         if vocabulary % n == 0 and n > 1:
-            ways.append(Strategy("vocabulary", (R,), P, time(written, dense / n)))
+            where: dict = {"parameter": "dim 0", "parameter_bytes": weight / n}
+            ways.append(Strategy("vocabulary", (R,), P, time(written, dense / n), **where))
         if width % n == 0 and n > 1:
-            ways.append(Strategy("column", (R,), H, time(written / n, dense / n)))
+            where = {"parameter": "dim 1", "parameter_bytes": weight / n}
+            ways.append(Strategy("column", (R,), H, time(written / n, dense / n), **where))
         if self.sequence and n > 1:
-            ways.append(Strategy("sequence", (S,), S, time(written / n, dense), gradients=self._sum(dense)))
+            seconds, summed = time(written / n, dense), self._sum(dense)
+            ways.append(Strategy("sequence", (S,), S, seconds, summed, parameter_bytes=weight))
         shape = (self.batch, self.seq, width)
         return self._add(name, "embedding", (reads,), shape, ways, 0.0, 2.0 * written * self.element)
 
@@ -263,7 +278,10 @@ class GraphBuilder:
                 seconds += self._kernel(0, backward * x.nbytes * share)
             # A parameter that sees a part of the positions, heads or addends has a part of its gradient.
             summed = self._sum(parameters) if parameters and layout is not R else 0.0
-            ways.append(Strategy(names[layout], (layout,) * len(values), layout, seconds, gradients=summed))
+            weight = parameters * self.element
+            ways.append(
+                Strategy(names[layout], (layout,) * len(values), layout, seconds, summed, parameter_bytes=weight)
+            )
         moved = (len(values) + 1) * x.nbytes
         return self._add(name, kind, tuple(reads), x.shape, ways, 0.0, moved)
 
@@ -271,8 +289,12 @@ class GraphBuilder:
         return self.cluster.kernel_seconds(flops, nbytes, self.dtype)
 
     def _sum(self, elements: float, ring: Ring | None = None) -> float:
-        """The all-reduce of a parameter's gradient."""
-        return (ring or self.ring).all_reduce(elements * self.element) if self.training else 0.0
+        """A parameter's share of the all-reduce that sums gradients, once per step and many in one message."""
+        if not self.training:
+            return 0.0
+        ring = ring or self.ring
+        without_latency = Ring(ring.size, Link(0.0, ring.link.bandwidth))
+        return without_latency.all_reduce(elements * self.element) / self.microbatches
 
     def _value(self, name: str) -> Value:
         if name not in self._values:

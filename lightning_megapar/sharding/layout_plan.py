@@ -120,11 +120,13 @@ class LayoutPlan:
         choices: in the order of the graph.
         steps: conversions, each once however many operations read its result.
         method: ``"chain"``, ``"milp"``, or ``"given"`` for :func:`evaluate`.
+        parameter_bytes: of all weights on one rank.
     """
 
     choices: tuple[Choice, ...]
     steps: tuple[Step, ...]
     method: str
+    parameter_bytes: float = 0.0
 
     @property
     def compute_seconds(self) -> float:
@@ -228,7 +230,8 @@ def evaluate(graph: Graph, strategies: Mapping[str, str]) -> LayoutPlan:
         strategies: operation name -> strategy name, for every operation.
 
     Raises:
-        ConfigError: on an unknown name, or when no conversions join the strategies (the value is named).
+        ConfigError: on an unknown name, when no conversions join the strategies (the value is named), or when tied
+            operations would store their weight differently.
     """
     missing = [o.name for o in graph.operations if o.name not in strategies]
     if missing:
@@ -263,6 +266,13 @@ def assemble(
     alternatives: Mapping[str, Mapping[str, float]],
 ) -> LayoutPlan:
     """The plan that runs ``chosen``, one strategy per operation, with the cheapest conversions between them."""
+    stored = {o.name: s.parameter for o, s in zip(graph.operations, chosen)}
+    for one, other in graph.tied:
+        if stored[one] != stored[other]:
+            raise ConfigError(
+                f"operations {one!r} and {other!r} share a weight, but one stores it {stored[one]} and the other "
+                f"{stored[other]}"
+            )
     written = {v.name: layout for v, layout in graph.sources}
     written |= {o.output.name: s.output for o, s in zip(graph.operations, chosen)}
     wanted: dict[str, set[TensorLayout]] = {name: set() for name in written}
@@ -281,4 +291,5 @@ def assemble(
         for source, target in deliveries[name].steps(written[name], wanted[name]):
             steps.append(Step(name, source, target, value.conversions[source, target]))
     choices = [Choice(o, s, alternatives.get(o.name, {})) for o, s in zip(graph.operations, chosen)]
-    return LayoutPlan(tuple(choices), tuple(steps), method)
+    weights = sum(s.parameter_bytes for s, own in zip(chosen, graph.owners) if own)
+    return LayoutPlan(tuple(choices), tuple(steps), method, weights)

@@ -10,16 +10,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.sharding.layout_plan import Deliveries, LayoutPlan, assemble, deliveries_of
+from lightning_megapar.sharding.layout_plan import Deliveries, LayoutPlan, assemble, deliveries_of, evaluate
 from lightning_megapar.sharding.layouts import INFINITY, Graph, Strategy, TensorLayout
 
 Method = Literal["auto", "chain", "milp"]
+TIE = 1e-9
+"""Relative difference below which two plans cost the same."""
 
 
-def search(graph: Graph, *, method: Method = "auto", alternatives: bool = False) -> LayoutPlan:
+def search(
+    graph: Graph,
+    *,
+    method: Method = "auto",
+    alternatives: bool = False,
+    prefer: Mapping[str, str] | None = None,
+    parameter_bytes: float | None = None,
+) -> LayoutPlan:
     """The cheapest plan.
 
     Args:
@@ -27,18 +37,32 @@ def search(graph: Graph, *, method: Method = "auto", alternatives: bool = False)
         method: ``"chain"`` (dynamic programme), ``"milp"``, or whichever fits the graph.
         alternatives: also say what every other strategy of every operation would lead to. On a chain that is free;
             otherwise one more programme is solved for each.
+        prefer: operation name -> strategy name: taken when nothing is cheaper, such as
+            :func:`lightning_megapar.sharding.layout_graphs.column_row_pattern`.
+        parameter_bytes: what the weights may take on one rank; unlimited by default. A limit makes a chain a
+            programme as well.
 
     Raises:
-        ConfigError: when no plan exists, or ``method="chain"`` and the graph is none.
+        ConfigError: when no plan exists, ``method="chain"`` and the graph is none, or ``prefer`` is not a plan.
     """
     if method not in ("auto", "chain", "milp"):
         raise ConfigError(f"method={method!r} is not one of auto, chain, milp")
     deliveries = deliveries_of(graph)
-    if method == "chain" and not graph.is_chain:
-        raise ConfigError("method='chain': the graph is not a chain; nearest valid: 'milp'")
-    if method == "chain" or (method == "auto" and graph.is_chain):
-        return _search_chain(graph, deliveries, alternatives)
-    return _search_milp(graph, deliveries, alternatives)
+    if method == "chain" and (not graph.is_chain or parameter_bytes is not None):
+        what = "parameter_bytes is limited" if graph.is_chain else "the graph is not a chain"
+        raise ConfigError(f"method='chain': {what}; nearest valid: 'milp'")
+    if method == "chain" or (method == "auto" and graph.is_chain and parameter_bytes is None):
+        plan = _search_chain(graph, deliveries, alternatives)
+    else:
+        plan = _search_milp(graph, deliveries, alternatives, parameter_bytes)
+    if prefer is None:
+        return plan
+    preferred = evaluate(graph, prefer)
+    too_large = parameter_bytes is not None and preferred.parameter_bytes > parameter_bytes
+    if too_large or preferred.seconds > plan.seconds * (1 + TIE):
+        return plan
+    choices = tuple(replace(p, alternatives=c.alternatives) for p, c in zip(preferred.choices, plan.choices))
+    return replace(preferred, choices=choices, method=plan.method)
 
 
 # ---- chains ----
@@ -93,9 +117,15 @@ def _search_chain(graph: Graph, deliveries: Mapping[str, Deliveries], alternativ
     return assemble(graph, chosen[::-1], "chain", deliveries, others)
 
 
-def _no_plan(graph: Graph) -> str:
+def _no_plan(graph: Graph, limit: float | None = None) -> str:
     names = ", ".join(o.name for o in graph.operations)
-    return f"no choice of strategies joins the operations {names}: some value can never be converted as it must be"
+    if limit is None:
+        return f"no choice of strategies joins the operations {names}: some value can never be converted as it must be"
+    least = sum(min(s.parameter_bytes for s in o.strategies) for o, own in zip(graph.operations, graph.owners) if own)
+    return (
+        f"no choice of strategies for the operations {names} keeps parameter_bytes={limit:g}; "
+        f"the weights take {least:g} bytes or more on each rank"
+    )
 
 
 # ---- any graph ----
@@ -104,7 +134,7 @@ def _no_plan(graph: Graph) -> str:
 class _Programme:
     """The mixed integer linear programme of a graph: built once, solved as often as an alternative is asked for."""
 
-    def __init__(self, graph: Graph, deliveries: Mapping[str, Deliveries]) -> None:
+    def __init__(self, graph: Graph, deliveries: Mapping[str, Deliveries], limit: float | None) -> None:
         import numpy as np
         from scipy.sparse import csr_array
 
@@ -166,6 +196,25 @@ class _Programme:
                     if asking:
                         row([(c, 1.0) for _, has, c in held if layout in has] + asking, 0.0, INFINITY)
 
+        where = {o.name: i for i, o in enumerate(graph.operations)}
+        for one, other in ((where[a], where[b]) for a, b in graph.tied):
+            first, second = graph.operations[one].strategies, graph.operations[other].strategies
+            for stored in sorted({s.parameter for s in (*first, *second)}):
+                terms = [(self.column[one, s.name], 1.0) for s in first if s.parameter == stored]
+                terms += [(self.column[other, s.name], -1.0) for s in second if s.parameter == stored]
+                row(terms, 0.0, 0.0)
+
+        if limit is not None:
+            # In units of the limit, for the same tolerances as the costs below.
+            terms = [
+                (self.column[index, s.name], s.parameter_bytes / limit)
+                for index, (operation, own) in enumerate(zip(graph.operations, graph.owners))
+                for s in operation.strategies
+                if own and s.parameter_bytes
+            ]
+            if terms:
+                row(terms, 0.0, 1.0)
+
         # HiGHS compares with absolute tolerances near 1e-6: microseconds must not drown in them.
         self.scale = 1e4 / (sum(max(s.seconds for s in o.strategies) for o in graph.operations) or max(cost) or 1.0)
         self.cost = np.array(cost) * self.scale
@@ -201,11 +250,15 @@ class _Programme:
         ]
 
 
-def _search_milp(graph: Graph, deliveries: Mapping[str, Deliveries], alternatives: bool) -> LayoutPlan:
-    programme = _Programme(graph, deliveries)
+def _search_milp(
+    graph: Graph, deliveries: Mapping[str, Deliveries], alternatives: bool, limit: float | None
+) -> LayoutPlan:
+    if limit is not None and limit <= 0:
+        raise ConfigError(f"parameter_bytes={limit!r}: expected a positive number of bytes")
+    programme = _Programme(graph, deliveries, limit)
     chosen = programme.solve()
     if chosen is None:
-        raise ConfigError(_no_plan(graph))
+        raise ConfigError(_no_plan(graph, limit))
     plan = assemble(graph, chosen, "milp", deliveries, {})
     if not alternatives:
         return plan

@@ -130,6 +130,8 @@ class Strategy:
         compute: kernels.
         gradients: sum of the gradients of parameters that every rank holds whole but sees only a part of the data for.
         communication: other collectives inside the operation, such as those of a loss over a split vocabulary.
+        parameter: how its weight is stored: ``"whole"``, or which dimension is cut. Tied operations must agree.
+        parameter_bytes: of its weight on one rank.
     """
 
     name: str
@@ -138,6 +140,8 @@ class Strategy:
     compute: float
     gradients: float = 0.0
     communication: float = 0.0
+    parameter: str = "whole"
+    parameter_bytes: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -200,14 +204,16 @@ class Graph:
         sources: values that come from outside, with the layout in which they come.
         operations: each reads sources and values of earlier operations.
         results: values that leave, with the layout in which they must.
+        tied: pairs of operations that share one weight, such as the table of tokens and the head.
 
     Raises:
-        ConfigError: on a name that is used twice, or a value that is read before it exists.
+        ConfigError: on a name that is used twice, a value that is read before it exists, or an unknown operation.
     """
 
     sources: tuple[tuple[Value, TensorLayout], ...]
     operations: tuple[Operation, ...]
     results: tuple[tuple[str, TensorLayout], ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         known: set[str] = set()
@@ -223,10 +229,19 @@ class Graph:
         for name, _ in self.results:
             if name not in known:
                 raise ConfigError(f"result {name!r} is written by no operation; values: {', '.join(sorted(known))}")
+        for name in [n for pair in self.tied for n in pair]:
+            if name not in names:
+                raise ConfigError(f"tied={self.tied!r}: no operation is called {name!r}")
 
     @property
     def values(self) -> dict[str, Value]:
         return {v.name: v for v, _ in self.sources} | {o.output.name: o.output for o in self.operations}
+
+    @property
+    def owners(self) -> list[bool]:
+        """For each operation whether its weight is its own: of tied operations only the first counts."""
+        borrowed = {other for _, other in self.tied}
+        return [o.name not in borrowed for o in self.operations]
 
     def consumers(self) -> dict[str, list[tuple[int, int]]]:
         """Value name -> (index of the operation that reads it, place among its inputs)."""
@@ -238,7 +253,9 @@ class Graph:
 
     @property
     def is_chain(self) -> bool:
-        """Each operation reads the one before it and nothing else; only the last one's value leaves."""
+        """Each operation reads the one before it and nothing else; only the last one's value leaves; none are tied."""
+        if self.tied:
+            return False
         previous = [v.name for v, _ in self.sources]
         for operation in self.operations:
             if len(previous) != 1 or list(operation.inputs) != previous:
