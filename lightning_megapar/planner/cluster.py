@@ -16,14 +16,15 @@ collective          seconds                       ``m`` counts
 
 Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19(1),
 2005; Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
-The time of the additions inside a reduction is part of the fitted ``beta``.
+The time of the additions inside a reduction is part of the fitted ``beta``. A library that departs from the ring is
+described by a factor per collective.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ ELEMENT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one element by dtype name."""
 _LONG_NAMES = {"float64": "fp64", "double": "fp64", "float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
 _LONG_NAMES |= {"float16": "fp16", "half": "fp16"}
+
+
+COLLECTIVES: tuple[str, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def dtype_name(dtype: object) -> str:
@@ -101,29 +105,36 @@ class Link:
 
 @dataclass(frozen=True)
 class Ring:
-    """``size`` ranks that communicate over ``link``, the slowest on their way round. One rank costs nothing."""
+    """``size`` ranks that communicate over ``link``, the slowest on their way round. One rank costs nothing.
+
+    Args:
+        size: one or more.
+        link: between neighbours.
+        factors: collective -> its time over that of the ring; 1 where nothing is said.
+    """
 
     size: int
     link: Link
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
             raise ConfigError(f"size={self.size!r}: a ring has one rank or more")
 
-    def _rounds(self, rounds: int, nbytes: float) -> float:
-        return rounds * (self.link.latency + nbytes / self.size / self.link.bandwidth)
+    def _rounds(self, name: str, rounds: int, nbytes: float) -> float:
+        return self.factors.get(name, 1.0) * rounds * (self.link.latency + nbytes / self.size / self.link.bandwidth)
 
     def all_reduce(self, nbytes: float) -> float:
-        return self._rounds(2 * (self.size - 1), nbytes)
+        return self._rounds("all_reduce", 2 * (self.size - 1), nbytes)
 
     def all_gather(self, nbytes: float) -> float:
-        return self._rounds(self.size - 1, nbytes)
+        return self._rounds("all_gather", self.size - 1, nbytes)
 
     def reduce_scatter(self, nbytes: float) -> float:
-        return self._rounds(self.size - 1, nbytes)
+        return self._rounds("reduce_scatter", self.size - 1, nbytes)
 
     def all_to_all(self, nbytes: float) -> float:
-        return self._rounds(self.size - 1, nbytes)
+        return self._rounds("all_to_all", self.size - 1, nbytes)
 
     def send(self, nbytes: float) -> float:
         return self.link.latency + nbytes / self.link.bandwidth if self.size > 1 else 0.0
@@ -141,10 +152,12 @@ class Cluster:
         launch_seconds: what a kernel costs before it does any work.
         efficiency: share of the peak that a large matrix product reaches, in (0, 1].
         axis_links: links that replace the two for one mesh axis of :data:`lightning_megapar.config.AXES`.
+        collective_factors: time over that of the ring for one of :data:`COLLECTIVES`; gloo's reduce-scatter, for
+            one, takes as long as its all-reduce: ``{"reduce_scatter": 2}``.
         name: for tables.
 
     Raises:
-        ConfigError: on a value outside its range, an unknown axis or an unknown dtype.
+        ConfigError: on a value outside its range, an unknown axis, collective or dtype.
     """
 
     devices_per_node: int
@@ -156,6 +169,7 @@ class Cluster:
     launch_seconds: float = 0.0
     efficiency: float = 1.0
     axis_links: Mapping[str, Link] = field(default_factory=dict)
+    collective_factors: Mapping[str, float] = field(default_factory=dict)
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -182,6 +196,11 @@ class Cluster:
         refuse_unknown("axis_links", self.axis_links, AXES)
         links = {axis: Link.of(link, f"axis_links.{axis}") for axis, link in self.axis_links.items()}
         object.__setattr__(self, "axis_links", links)
+        if not isinstance(self.collective_factors, Mapping):
+            raise ConfigError(f"collective_factors={self.collective_factors!r}: expected a mapping to numbers")
+        refuse_unknown("collective_factors", self.collective_factors, COLLECTIVES)
+        factors = {n: _number(f"collective_factors.{n}", f) for n, f in self.collective_factors.items()}
+        object.__setattr__(self, "collective_factors", factors)
 
     @property
     def devices(self) -> int:
@@ -220,7 +239,7 @@ class Cluster:
             )
         # A group crosses nodes unless whole groups fill a node.
         inside = self.nodes == 1 or self.devices_per_node % span == 0
-        return Ring(size, self.intra_node if inside else self.inter_node)
+        return Ring(size, self.intra_node if inside else self.inter_node, self.collective_factors)
 
     def axis_ring(self, axis: str, layout: Layout) -> Ring:
         """The groups of one mesh axis of ``layout`` (the tensor axis is innermost).
@@ -232,7 +251,7 @@ class Cluster:
         sizes = layout.sizes
         place = AXES.index(axis)
         ring = self.ring(sizes[place], math.prod(sizes[place + 1 :]))
-        return Ring(ring.size, self.axis_links[axis]) if axis in self.axis_links else ring
+        return replace(ring, link=self.axis_links[axis]) if axis in self.axis_links else ring
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Cluster:

@@ -8,6 +8,7 @@ nonlinearity of a sum is not the sum of nonlinearities.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_megapar.config import ConfigError, Layout
 from lightning_megapar.planner.cluster import ELEMENT_BYTES, Cluster, Link, Ring, dtype_name
@@ -120,7 +121,7 @@ class GraphBuilder:
         shared = units is not None and units % n and n % units == 0
         if shared:
             assert units is not None
-            among = Ring(n // units, self.ring.link)
+            among = replace(self.ring, size=n // units)
             summed = self._sum(k * m // units, among)
             where: dict = {"parameter": "shared", "parameter_bytes": weight / units}
             ways.append(Strategy("column_shared", (C,), H, time(self.tokens, k, m / units), summed, **where))
@@ -293,7 +294,7 @@ class GraphBuilder:
         if not self.training:
             return 0.0
         ring = ring or self.ring
-        without_latency = Ring(ring.size, Link(0.0, ring.link.bandwidth))
+        without_latency = replace(ring, link=Link(0.0, ring.link.bandwidth))
         return without_latency.all_reduce(elements * self.element) / self.microbatches
 
     def _value(self, name: str) -> Value:

@@ -4,14 +4,20 @@ import math
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import RankPool
 
 from lightning_megapar.config import AXES, ConfigError, Layout
 from lightning_megapar.planner import Cluster, Link, Ring
-from lightning_megapar.planner.measure import fit_link, measure_flops, measure_link
+from lightning_megapar.planner.cluster import COLLECTIVES
+from lightning_megapar.planner.measure import (
+    fit_link,
+    measure_factors,
+    measure_flops,
+    measure_link,
+    measure_memory_bandwidth,
+)
 
 FAST, SLOW = Link(1e-6, 200e9), Link(1e-5, 25e9)
 
@@ -93,6 +99,12 @@ def test_axis_links_replace_both() -> None:
     assert cluster().axis_ring("data", layout) == Ring(4, SLOW)
 
 
+def test_a_library_that_is_no_ring_is_described_by_factors() -> None:
+    ring = cluster(collective_factors={"reduce_scatter": 2}).ring(4)
+    assert ring.reduce_scatter(1e6) == ring.all_reduce(1e6) == 2 * ring.all_gather(1e6)
+    assert ring.all_reduce(1e6) == cluster().ring(4).all_reduce(1e6)
+
+
 # ---- kernels ----
 
 
@@ -120,6 +132,7 @@ CLUSTERS = st.builds(
     inter_node=LINKS,
     launch_seconds=st.floats(0, 1),
     efficiency=st.floats(0.01, 1),
+    collective_factors=st.dictionaries(st.sampled_from(COLLECTIVES), st.floats(0.1, 10)),
     axis_links=st.dictionaries(st.sampled_from(AXES), LINKS),
     name=st.sampled_from(["", "DGX A100", "yes"]),
 )
@@ -160,6 +173,10 @@ def test_a_file_as_people_write_it(tmp_path: Path) -> None:
         ({"inter_node": {"latency": 0, "bandwith": 1}}, "unknown argument 'bandwith'; did you mean 'bandwidth'"),
         ({"inter_node": {"latency": 0, "bandwidth": 0}}, "inter_node.bandwidth=0.*: expected a positive number"),
         ({"inter_node": 5}, "inter_node=5: expected a mapping with latency and bandwidth"),
+        ({"collective_factors": {"reduce": 1}}, "collective_factors: unknown argument 'reduce'"),
+        ({"collective_factors": {"all_gather": 0}}, "collective_factors.all_gather=0: expected a positive number"),
+        ({"collective_factors": 2}, "collective_factors=2: expected a mapping to numbers"),
+        ({"axis_links": 2}, "axis_links=2: expected a mapping from axis to link"),
         ({"axis_links": {"tensors": FAST}}, "axis_links: unknown argument 'tensors'; did you mean 'tensor'"),
     ],
 )
@@ -222,11 +239,17 @@ def test_what_cannot_be_fitted(samples: list, size: int, message: str) -> None:
         fit_link(samples, size)
 
 
-def measured() -> tuple[Link, float, int]:
-    return measure_link(sizes=(1 << 10, 1 << 18, 1 << 22), repeats=3), measure_flops(64, 64, 64), dist.get_rank()
+def measured() -> tuple[Link, dict[str, float], float, float]:
+    link = measure_link(sizes=(1 << 10, 1 << 18, 1 << 22), repeats=3)
+    factors = measure_factors(link, nbytes=1 << 16, repeats=3)
+    return link, factors, measure_flops(64, 64, 64), measure_memory_bandwidth(1 << 16)
 
 
 def test_every_rank_measures_the_same_link(pool: RankPool) -> None:
     results = pool.run(measured, 2)
-    assert results[0][0] == results[1][0]
-    assert all(flops > 0 for _, flops, _ in results)
+    (link, factors, *rates), (other_link, other_factors, *other_rates) = results
+    assert link == other_link and factors == other_factors
+    assert all(rate > 0 for rate in (*rates, *other_rates))
+    # What was measured makes a valid description.
+    described = cluster(intra_node=link, inter_node=link, collective_factors=factors)
+    assert described.collective_factors.keys() == {"all_gather", "reduce_scatter", "all_to_all"}
