@@ -221,6 +221,34 @@ def test_attention(n: int) -> None:
         run(operation, s, n, [randn(B, T, D), randn(B, T, D // 2), randn(B, T, D // 2)], None, local, None)
 
 
+def test_shared_key_value_heads() -> None:
+    """Four ranks, two key/value heads: each computes the head that its queries need; sharers sum its gradient."""
+    n, units, size = 4, 2, D // HEADS
+    made = build(n)
+    made.linear("k", "x", units * size, units=units)
+    (shared,) = [s for s in made.graph().operations[-1].strategies if s.name == "column_shared"]
+    assert (shared.inputs, shared.output, shared.parameter) == ((C,), H, "shared")
+    x, q_all, w = randn(B, T, D), randn(B, T, D), randn(units * size, D)
+    whole_x, whole_w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    k = whole_x @ whole_w.t()
+    reference = attend(q_all, k, k, HEADS)
+    g = torch.randn_like(reference)
+    reference.backward(g)
+    outputs, x_gradients, w_gradients = [], [], [torch.zeros_like(w).chunk(units)[i].clone() for i in range(units)]
+    for rank in range(n):
+        mine, unit = x.clone().requires_grad_(), rank * units // n
+        own = w.chunk(units)[unit].clone().requires_grad_()
+        k = mine @ own.t()
+        result = attend(q_all.chunk(n, -1)[rank], k, k, HEADS // n)
+        result.backward(g.chunk(n, -1)[rank])
+        outputs.append(result.detach())
+        x_gradients.append(mine.grad)
+        w_gradients[unit] += own.grad
+    torch.testing.assert_close(collect(H, outputs), reference.detach())
+    torch.testing.assert_close(collect(C, x_gradients, gradient=True), whole_x.grad)
+    torch.testing.assert_close(torch.cat(w_gradients), whole_w.grad)
+
+
 @pytest.mark.parametrize("n", RANKS)
 def test_product_of_activations(n: int) -> None:
     made = build(n)
