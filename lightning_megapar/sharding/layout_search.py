@@ -39,8 +39,8 @@ def search(
             otherwise one more programme is solved for each.
         prefer: operation name -> strategy name: taken when nothing is cheaper, such as
             :func:`lightning_megapar.sharding.layout_graphs.column_row_pattern`.
-        parameter_bytes: what the weights may take on one rank, kept to six digits; unlimited by default. A limit makes a chain a
-            programme as well.
+        parameter_bytes: what the weights may take on one rank, kept to six digits; unlimited by default. A limit makes
+            a chain a programme as well.
 
     Raises:
         ConfigError: when no plan exists, ``method="chain"`` and the graph is none, or ``prefer`` is not a plan.
