@@ -192,8 +192,9 @@ RATES = {"flops": st.floats(1e9, 1e15), "threshold": st.floats(40, 20000), "n": 
 def around(threshold: float, n: int) -> tuple[int, int]:
     """The widths next to a threshold that ``n`` ranks can divide, below and above it."""
     below = int(threshold // n) * n
-    assume(below > 0 and not math.isclose(below, threshold, rel_tol=1e-9))
-    return below, below + n
+    above = below + n
+    assume(below > 0 and not any(math.isclose(width, threshold, rel_tol=1e-9) for width in (below, above)))
+    return below, above
 
 
 @settings(deadline=None, derandomize=True)
