@@ -1,14 +1,18 @@
-"""Brute force for the layout search: every choice of strategies, every tree of conversions."""
+"""What the layout search is compared with: brute force over strategies and trees of conversions, and fixed plans."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection
 from random import Random
+from typing import Any
 
 import numpy as np
 
-from lightning_megapar.planner import Link, Ring
+from lightning_megapar.planner import Cluster, Link, Ring
+from lightning_megapar.sharding.layout_graphs import column_row_pattern
+from lightning_megapar.sharding.layout_plan import LayoutPlan, evaluate
 from lightning_megapar.sharding.layouts import (
     Conversion,
     Conversions,
@@ -181,3 +185,33 @@ def random_graph(random: Random, length: int) -> Graph:
     if length > 1 and random.random() < 0.4:
         tied = (tuple(random.sample([o.name for o in operations], k=2)),)
     return Graph(tuple(sources), tuple(operations), results, tied)
+
+
+# ---- machines and plans to compare with ----
+
+
+A100 = Cluster(
+    devices_per_node=8,
+    nodes=4,
+    peak_flops={"bf16": 312e12, "fp32": 19.5e12},
+    memory_bandwidth=2e12,
+    intra_node=Link(1e-5, 229e9),
+    inter_node=Link(2e-5, 25e9),
+    launch_seconds=5e-6,
+    efficiency=0.5,
+)
+"""Half of an A100's peak, its measured ring bandwidth inside a node, one 200 Gbit/s card per device between nodes."""
+
+
+def bare(flops: float, bandwidth: float, **changes: Any) -> Cluster:
+    """A cluster of products and bytes alone: no latency, no launches, no memory traffic."""
+    link = Link(0.0, bandwidth)
+    return Cluster(16, 1, flops, math.inf, link, link, **changes)
+
+
+def pattern(graph: Graph) -> LayoutPlan:
+    return evaluate(graph, column_row_pattern(graph))
+
+
+def replicated(graph: Graph) -> LayoutPlan:
+    return evaluate(graph, {o.name: "replicate" for o in graph.operations})

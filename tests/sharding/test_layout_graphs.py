@@ -1,54 +1,23 @@
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from typing import Any
-
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from layout_oracles import A100, bare, pattern, replicated
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.planner import Cluster, Link
 from lightning_megapar.sharding.layout_graphs import (
     LinearEntry,
-    break_even_fan_in,
     column_row_pattern,
     linear_graph,
     mlp_graph,
     transformer_block_graph,
 )
 from lightning_megapar.sharding.layout_operations import GraphBuilder
-from lightning_megapar.sharding.layout_plan import LayoutPlan, evaluate
+from lightning_megapar.sharding.layout_plan import evaluate
 from lightning_megapar.sharding.layout_search import search
-from lightning_megapar.sharding.layouts import C, Graph, H, P, R, S, TensorLayout
-
-A100 = Cluster(
-    devices_per_node=8,
-    nodes=4,
-    peak_flops={"bf16": 312e12, "fp32": 19.5e12},
-    memory_bandwidth=2e12,
-    intra_node=Link(1e-5, 229e9),
-    inter_node=Link(2e-5, 25e9),
-    launch_seconds=5e-6,
-    efficiency=0.5,
-)
-"""Half of an A100's peak, its measured ring bandwidth inside a node, one 200 Gbit/s card per device between nodes."""
-
-
-def bare(flops: float, bandwidth: float, **changes: Any) -> Cluster:
-    """A cluster of products and bytes alone: no latency, no launches, no memory traffic."""
-    link = Link(0.0, bandwidth)
-    return Cluster(16, 1, flops, math.inf, link, link, **changes)
-
-
-def pattern(graph: Graph) -> LayoutPlan:
-    return evaluate(graph, column_row_pattern(graph))
-
-
-def replicated(graph: Graph) -> LayoutPlan:
-    return evaluate(graph, {o.name: "replicate" for o in graph.operations})
-
+from lightning_megapar.sharding.layouts import C, H, P, R, S, TensorLayout
 
 # ---- what everybody does by hand is found ----
 
@@ -168,81 +137,6 @@ def test_of_equal_plans_the_preferred_one_is_taken() -> None:
     assert add.alternatives["partial"] == pytest.approx(plan.seconds)
     worse = {o.name: "replicate" for o in graph.operations}
     assert search(graph, prefer=worse).strategies != worse
-
-
-# ---- when sharding does not pay ----
-
-
-def test_a_layer_that_is_too_small_stays_whole() -> None:
-    sizes = {"hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 512, "seq": 64, "batch": 1}
-    graph = transformer_block_graph(**sizes, cluster=A100, tensor_size=4)
-    plan = search(graph)
-    assert set(plan.strategies.values()) == {"replicate"} and not plan.steps
-    assert plan.seconds < 0.5 * pattern(graph).seconds
-
-
-def test_the_break_even_of_the_text_books() -> None:
-    assert break_even_fan_in(2, 156e12, 229e9) == pytest.approx(1362.4, abs=0.1)  # NVLink, A100
-    assert break_even_fan_in(2, 156e12, 12.5e9) == pytest.approx(24960)  # 100 Gbit/s between nodes
-
-
-RATES = {"flops": st.floats(1e9, 1e15), "threshold": st.floats(40, 20000), "n": st.sampled_from([2, 3, 4, 8, 16])}
-
-
-def around(threshold: float, n: int) -> tuple[int, int]:
-    """The widths next to a threshold that ``n`` ranks can divide, below and above it."""
-    below = int(threshold // n) * n
-    above = below + n
-    assume(below > 0 and not any(math.isclose(width, threshold, rel_tol=1e-9) for width in (below, above)))
-    return below, above
-
-
-@settings(deadline=None, derandomize=True)
-@given(**RATES, tokens=st.integers(1, 64), fan_out=st.integers(1, 64))
-def test_a_row_layer_flips_exactly_at_the_break_even(
-    flops: float, threshold: float, n: int, tokens: int, fan_out: int
-) -> None:
-    cluster = bare(flops, 2 * flops / threshold)
-    assert break_even_fan_in(2, flops, cluster.intra_node.bandwidth) == pytest.approx(threshold)
-    for width, expected in zip(around(threshold, n), ("replicate", "row")):
-        graph = linear_graph(
-            [("down", width, fan_out)],
-            tokens,
-            1,
-            cluster=cluster,
-            tensor_size=n,
-            sequence_sharding=False,
-            training=False,
-        )
-        (operation,) = graph.operations
-        ways = tuple(s for s in operation.strategies if s.name in ("replicate", "row"))
-        assert search(replace(graph, operations=(replace(operation, strategies=ways),))).strategies["down"] == expected
-
-
-@settings(deadline=None, derandomize=True)
-@given(**RATES, tokens=st.integers(1, 64), columns=st.integers(1, 64))
-def test_a_column_layer_with_gathered_output_flips_at_half_of_it(
-    flops: float, threshold: float, n: int, tokens: int, columns: int
-) -> None:
-    cluster = bare(flops, flops / threshold)
-    for width, expected in zip(around(threshold, n), ("replicate", "column")):
-        entries = [("up", width, columns * n)]
-        common: dict = {"cluster": cluster, "tensor_size": n, "sequence_sharding": False, "training": False}
-        assert search(linear_graph(entries, tokens, 1, **common)).strategies["up"] == expected
-
-
-@settings(deadline=None, derandomize=True)
-@given(**RATES, tokens=st.integers(1, 64))
-def test_a_column_row_pair_in_training_flips_at_a_third_of_it(
-    flops: float, threshold: float, n: int, tokens: int
-) -> None:
-    cluster = bare(flops, 2 * flops / (3 * threshold))
-    hidden = n  # narrow outside: no other way to split the pair comes near
-    for width, expected in zip(around(threshold, n), ({"replicate"}, {"column", "hidden", "row"})):
-        assume(width > 4 * hidden)
-        graph = mlp_graph(hidden, width, tokens, 1, cluster=cluster, tensor_size=n, sequence_sharding=False)
-        plan = search(graph)
-        assert set(plan.strategies.values()) == expected
 
 
 # ---- decisions that differ from the fixed pattern ----
