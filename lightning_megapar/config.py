@@ -136,6 +136,9 @@ class ParallelConfig:
         sharding_plan: how layers that are not from ``lightning_megapar.layers`` are cut over the tensor ranks:
             ``"auto"`` (the module's own plan, else the one that transformers publishes), ``"off"``, a mapping of
             module-name patterns to styles, or the path of a YAML file with one.
+        cluster: description of devices and links (a mapping, or the path of a YAML file; see
+            :class:`~lightning_megapar.planner.cluster.Cluster`), by which the chooser of a sharding plan takes the
+            cheapest layout; ``None`` cuts whatever can be cut.
 
     Raises:
         ConfigError: on any value outside its range, naming the setting, the value and the nearest valid ones.
@@ -154,6 +157,7 @@ class ParallelConfig:
     pipeline_stack: str | None = None
     pipeline_split: tuple[int, ...] | None = None
     sharding_plan: Any = "auto"
+    cluster: Any = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -38,6 +38,7 @@ from lightning_megapar.sharding.by_plan import apply_assignments
 from lightning_megapar.sharding.choice import PlanChoice, choose_plan, given_plan
 from lightning_megapar.sharding.initialise import initialise_by_name
 from lightning_megapar.sharding.plan import resolve
+from lightning_megapar.sharding.pricing import Pricing, given_cluster
 from lightning_megapar.sharding.trial import Run
 from lightning_megapar.shards import IndexedTensor
 
@@ -83,6 +84,7 @@ def prepare_module(
     load_from: Mapping[str | None, Path] | None = None,
     load_except: Sequence[str] = (),
     trial: Callable[[nn.Module], Any] | None = None,
+    dtype: str = "fp32",
 ) -> PreparedModule:
     """Cut, shard and place ``module`` in place. All ranks call it with the same (whole) module.
 
@@ -97,6 +99,7 @@ def prepare_module(
         load_from, load_except: files that values come from; see
             :func:`~lightning_megapar.checkpoint.hugging_face.plan_reading`.
         trial: runs one step of the user on a module, to see what it uses before the cut.
+        dtype: of matrix products, for prices.
 
     Raises:
         CheckpointError: a file that cannot be read to its end.
@@ -111,6 +114,7 @@ def prepare_module(
         alone=lambda whole: stand_alone(whole, _stack_of(whole)),
         share=_from_rank_zero,
         is_first=mesh.rank == 0,
+        pricing=_pricing(config, mesh, dtype),
     )
     assignments = choice.assignments
     if assignments and config.sequence_parallel:
@@ -160,6 +164,11 @@ def prepare_module(
     stages = _stages_of(module, names, mesh)
     parameters = collect_parameters(module, names, stages, partial_parameter_names(module, names), sharded)
     return PreparedModule(mesh.layout, names, parameters, plan, cut, zero, streams, stages, choice, blueprints)
+
+
+def _pricing(config: ParallelConfig, mesh: ParallelMesh, dtype: str) -> Pricing | None:
+    cluster = given_cluster(config.cluster)
+    return None if cluster is None else Pricing(cluster, mesh.size("tensor"), dtype)
 
 
 def _stack_of(module: nn.Module) -> str | None:

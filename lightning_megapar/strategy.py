@@ -42,6 +42,7 @@ from lightning_megapar.prepare import PreparedModule, local_state, placed_state,
 from lightning_megapar.random_streams import share_generators
 from lightning_megapar.sharding.alone import runs_of_step
 from lightning_megapar.sharding.choice import given_plan, print_plan
+from lightning_megapar.sharding.pricing import given_cluster
 from lightning_megapar.sharding.trial import Run
 from lightning_megapar.shards import is_value
 from lightning_megapar.stage_metrics import connect_metrics
@@ -59,8 +60,8 @@ class MegaParStrategy(MeshStrategy):
     Args:
         tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size,
         data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_blocks,
-        pipeline_stack, pipeline_split, sharding_plan: see :class:`~lightning_megapar.config.ParallelConfig`. Every size
-        may be ``"auto"``.
+        pipeline_stack, pipeline_split, sharding_plan, cluster: see
+            :class:`~lightning_megapar.config.ParallelConfig`. Every size may be ``"auto"``.
         pipeline_keep: module name -> ``"first"``, ``"last"`` or ``"all"``: where a module beside the pipelined stack
             is needed, when neither a trial run of the first batch nor its place in the registration order says so.
         seed: of name-seeded initialisation and of data order; ``None`` takes ``seed_everything``'s, else 0.
@@ -94,6 +95,7 @@ class MegaParStrategy(MeshStrategy):
         pipeline_split: Any = None,
         pipeline_keep: Mapping[str, str] | None = None,
         sharding_plan: Any = "auto",
+        cluster: Any = None,
         seed: int | None = None,
         empty_init: bool = False,
         load_from: LoadFrom = None,
@@ -117,6 +119,7 @@ class MegaParStrategy(MeshStrategy):
             pipeline_stack=pipeline_stack,
             pipeline_split=pipeline_split,
             sharding_plan=sharding_plan,
+            cluster=given_cluster(cluster),
         )
         given_plan(sharding_plan)  # refuse what cannot be read now, before any process exists
         super().__init__(config, timeout_seconds, process_group_backend)
@@ -226,6 +229,7 @@ class MegaParStrategy(MeshStrategy):
                 load_from=self.load_from,
                 load_except=self.load_except,
                 trial=trial_of(trainer, self.num_microbatches) if self.layout.pipeline > 1 else None,
+                dtype=_product_dtype(str(getattr(self.precision_plugin, "precision", "32-true"))),
             )
             object.__setattr__(module, "_megapar_prepared", self._prepared)
             self._print_stages()
@@ -650,6 +654,12 @@ class MegaParStrategy(MeshStrategy):
                 print(f"stopped by a signal at step {trainer.global_step}; saved {path}", file=sys.stderr, flush=True)
         self._preemption.leave()
         raise SystemExit(EXIT_CODE)
+
+
+def _product_dtype(precision: str) -> str:
+    """In what matrix products run under a Lightning precision."""
+    starts = {"bf16": "bf16", "16": "fp16", "64": "fp64"}
+    return next((name for start, name in starts.items() if precision.startswith(start)), "fp32")
 
 
 def argument_names() -> tuple[str, ...]:

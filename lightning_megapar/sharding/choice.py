@@ -15,6 +15,7 @@ from lightning_megapar.sharding.alone import no_collectives
 from lightning_megapar.sharding.chooser import choose
 from lightning_megapar.sharding.names import BlockNames
 from lightning_megapar.sharding.plan import Assignment, ShardingPlan, resolve
+from lightning_megapar.sharding.pricing import Pricing
 from lightning_megapar.sharding.styles import is_linear
 from lightning_megapar.sharding.transformers_plan import transformers_plan
 from lightning_megapar.sharding.trial import Run
@@ -66,6 +67,7 @@ def choose_plan(
     alone: Callable[[nn.Module], nn.Module],
     share: Callable[[Any], Any],
     is_first: bool,
+    pricing: Pricing | None = None,
 ) -> PlanChoice:
     """First hit wins: the setting, the module's own plan, transformers' with the chooser for what it leaves.
 
@@ -77,6 +79,7 @@ def choose_plan(
         alone: a copy of the module that can be run by itself.
         share: gives every rank the first rank's object.
         is_first: whether this is the rank that chooses.
+        pricing: what layouts cost on the cluster at hand.
 
     Raises:
         ConfigError: from a plan that somebody wrote: patterns that match nothing, styles that do not fit.
@@ -95,7 +98,7 @@ def choose_plan(
     trial = runs(module)
     answer: tuple[ShardingPlan, tuple[str, ...]] | None = None
     if is_first:
-        answer = _choose(module, plan, size, trial, alone)
+        answer = _choose(module, plan, size, trial, alone, pricing)
     plan, notes = share(answer)
     return PlanChoice(resolve(plan, module, strict=False), notes)
 
@@ -114,6 +117,7 @@ def _choose(
     size: int,
     runs: Sequence[Run] | None,
     alone: Callable[[nn.Module], nn.Module],
+    pricing: Pricing | None,
 ) -> tuple[ShardingPlan, tuple[str, ...]]:
     if runs is None:
         return plan, ("no samples could be taken beside the loader's own iteration: what no plan names stays whole",)
@@ -123,7 +127,7 @@ def _choose(
         if needed > LARGEST_TRIAL:
             return plan, (f"too large to try ({needed / 1e9:.0f} GB): what no plan names stays whole",)
         with no_collectives():
-            choice = choose(twin, size, runs, planned=plan)
+            choice = choose(twin, size, runs, planned=plan, pricing=pricing)
     except ConfigError as error:
         return plan, (f"{error}: what no plan names stays whole",)
     notes = [f"{one.kind}: {one.how} ({one.reason})" for one in choice.found if one.how in ("whole", "dropped")]

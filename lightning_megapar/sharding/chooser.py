@@ -18,11 +18,20 @@ from torch import Tensor, nn
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.parameters import ModuleNames
-from lightning_megapar.sharding.hypotheses import Hypothesis, expert_modules, of_embeddings, of_experts, of_pair
+from lightning_megapar.sharding.hypotheses import (
+    Hypothesis,
+    by_price,
+    expert_modules,
+    of_embeddings,
+    of_experts,
+    of_pair,
+    owner_of,
+)
 from lightning_megapar.sharding.names import BlockNames
 from lightning_megapar.sharding.plan import Assignment, Rule, ShardingPlan, Style, resolve
-from lightning_megapar.sharding.styles import is_linear
-from lightning_megapar.sharding.survey import survey
+from lightning_megapar.sharding.pricing import Price, Pricing
+from lightning_megapar.sharding.styles import is_linear, widths
+from lightning_megapar.sharding.survey import Pair, Survey, survey
 from lightning_megapar.sharding.trial import Run, Verdict, gradients_of, perturb, try_assignments
 
 TOLERANCE = 1e-4
@@ -99,6 +108,7 @@ def choose(
     runs: Sequence[Run],
     *,
     planned: ShardingPlan | None = None,
+    pricing: Pricing | None = None,
     tolerance: float = TOLERANCE,
 ) -> Choice:
     """Find and prove a plan.
@@ -109,6 +119,8 @@ def choose(
         runs: each computes a scalar loss of a module on one batch; two or more of different shapes. They must draw no
             random numbers beyond torch's global generator.
         planned: rules that are used first. One that is not exact is dropped as a whole, and the chooser does its work.
+        pricing: of layouts in seconds: of those that are exact the cheapest is taken, which may be to cut nothing. By
+            default what can be cut is cut, the usual reason being memory.
         tolerance: see :data:`TOLERANCE`.
 
     Raises:
@@ -127,7 +139,12 @@ def choose(
     star = BlockNames(held).star
     candidates: list[tuple[str, Iterable[Hypothesis]]] = []
     for kind, pairs in seen.pairs.items():
-        candidates.append((kind[0], of_pair(pairs[0], held, seen.arguments)))
+        layouts = of_pair(pairs[0], held, seen.arguments)
+        price = None if pricing is None else _price_of_pair(pricing, pairs[0], held, seen)
+        if price is not None and not price.styles:
+            found.append(Found(kind[0], "whole", 0, f"cheapest: {price.describe()}"))
+            continue
+        candidates.append((kind[0], layouts if price is None else by_price(price, layouts, star)))
     for name, paths in expert_modules(bench.module, skip, star).items():
         candidates.append((name, of_experts(paths[0], held[paths[0]], star)))
     tables = list(of_embeddings(bench.module, seen, skip, SMALLEST_TABLE))
@@ -135,6 +152,11 @@ def choose(
     for name, paths in seen.singles.items():
         weight = held[paths[0]]._parameters["weight"]
         if name not in tied and is_linear(held[paths[0]]) and weight is not None and weight.numel() >= SMALLEST_LINEAR:
+            shape = next(iter(seen.arguments.get(paths[0], [])), ())
+            price = None if pricing is None or not shape else pricing.single(paths[0], widths(held[paths[0]]), shape)
+            if price is not None and not price.styles:
+                found.append(Found(name, "whole", 0, f"cheapest: {price.describe()}"))
+                continue
             candidates.append((name, [Hypothesis("gathered", {name: "colwise_gather_output"}, cost=2)]))
     candidates += [(name, [hypothesis]) for name, hypothesis in tables]
     end = time.monotonic() + PATIENCE
@@ -146,6 +168,17 @@ def choose(
         found.append(one)
     plan, verdict = _proven(bench, plan, found)
     return Choice(plan, tuple(found), verdict)
+
+
+def _price_of_pair(pricing: Pricing, pair: Pair, held: dict[str, nn.Module], seen: Survey) -> Price | None:
+    shape = next(iter(seen.arguments.get(pair.columns[0], [])), ())
+    if not shape or pair.feeders:
+        return None
+    columns = {name: widths(held[name]) for name in pair.columns}
+    owner = owner_of(pair, held)
+    # Modules that know no heads lie between a way in and a way out by a plain function.
+    heads = owner.heads(pair.inner_width) if owner.counts or owner.unit else 0
+    return pricing.pair(columns, pair.row, widths(held[pair.row]), shape, heads)
 
 
 def _bench(module: nn.Module, size: int, runs: Sequence[Run], tolerance: float) -> _Bench:

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_megapar.layers.base import ParallelLayer
 from lightning_megapar.sharding.names import BlockNames
+from lightning_megapar.sharding.pricing import Price
 from lightning_megapar.sharding.styles import is_linear, widths
 from lightning_megapar.sharding.survey import Pair, Survey, parent_of
 
@@ -57,8 +58,8 @@ def head_width(module: nn.Module) -> int | None:
 
 
 @dataclass(frozen=True)
-class _Owner:
-    """The module that knows the heads of a pair."""
+class Owner:
+    """The module that knows the heads of a pair, if any does."""
 
     path: str
     module: nn.Module
@@ -72,17 +73,18 @@ class _Owner:
         return max((c for c in self.counts.values() if width % c == 0), default=0)
 
 
-def _owner_of(pair: Pair, held: dict[str, nn.Module]) -> _Owner:
+def owner_of(pair: Pair, held: dict[str, nn.Module]) -> Owner:
+    """The nearest module above a pair that has numbers of heads, else the columns' parent."""
     path = pair.columns[0]
     for _ in range(2):
         path = parent_of(path)
         counts = head_counts(held[path])
         if counts:
-            return _Owner(path, held[path], counts, head_width(held[path]))
+            return Owner(path, held[path], counts, head_width(held[path]))
         if not path:
             break
     path = parent_of(pair.columns[0])
-    return _Owner(path, held[path], {}, head_width(held[path]))
+    return Owner(path, held[path], {}, head_width(held[path]))
 
 
 def of_pair(
@@ -90,7 +92,7 @@ def of_pair(
 ) -> Iterator[Hypothesis]:
     """Cuts of a pair: its order inside, times attributes that the module divides by, times what is per head."""
     star = BlockNames(held).star
-    owner = _owner_of(pair, held)
+    owner = owner_of(pair, held)
     heads = owner.heads(pair.inner_width)
     unit = pair.inner_width // heads if heads else 1
     orders = list(_orders(pair, owner, heads, unit, star))
@@ -118,7 +120,15 @@ def of_pair(
         yield Hypothesis("gathered", {**gathered, star(pair.row): "rowwise_split_input"}, cost=1)
 
 
-def _orders(pair: Pair, owner: _Owner, heads: int, unit: int, star: Star) -> Iterator[tuple[str, dict[str, str]]]:
+def by_price(price: Price, hypotheses: Iterator[Hypothesis], star: Star) -> Iterator[Hypothesis]:
+    """The cheapest layout first, where it is not column and row throughout, then the others in their order."""
+    styles = {star(name): style for name, style in price.styles.items()}
+    if set(styles.values()) - {"colwise", "rowwise"}:
+        yield Hypothesis(f"cheapest: {price.describe()}", styles, cost=1)
+    yield from hypotheses
+
+
+def _orders(pair: Pair, owner: Owner, heads: int, unit: int, star: Star) -> Iterator[tuple[str, dict[str, str]]]:
     """How the columns' outputs may be ordered."""
     inner = pair.inner_width
     fused = [n for n, out in zip(pair.columns, pair.outputs) if out > inner]
@@ -163,14 +173,14 @@ def _style(name: str, options: str, unit: int) -> str:
     return name + (":" + ",".join(words) if words else "")
 
 
-def _attribute_sets(owner: _Owner, width: int) -> list[tuple[str, ...]]:
+def _attribute_sets(owner: Owner, width: int) -> list[tuple[str, ...]]:
     counts = tuple(owner.counts)
     same_width = tuple(n for n, v in vars(owner.module).items() if type(v) is int and v == width and n not in counts)
     sets: list[tuple[str, ...]] = [counts, (*counts, *same_width), (), same_width] if counts else [(), same_width]
     return list(dict.fromkeys(sets))
 
 
-def _bare_parameters(pair: Pair, owner: _Owner, held: dict[str, nn.Module], heads: int, star: Star) -> dict[str, str]:
+def _bare_parameters(pair: Pair, owner: Owner, held: dict[str, nn.Module], heads: int, star: Star) -> dict[str, str]:
     """Own parameters of the owner, of what runs in between, that are as wide as the heads or the cut width."""
     inner = pair.inner_width
     counts = {c for c in (heads, *owner.counts.values()) if c > 1}
