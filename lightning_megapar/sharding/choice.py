@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_megapar.config import ConfigError
+from lightning_megapar.config import ConfigError, nearest_name
 from lightning_megapar.layers.base import ParallelLayer
 from lightning_megapar.sharding.alone import no_collectives
 from lightning_megapar.sharding.chooser import choose
@@ -38,6 +38,9 @@ def given_plan(setting: Any) -> ShardingPlan | None:
     if isinstance(setting, Mapping):
         return ShardingPlan.from_mapping(setting)
     if isinstance(setting, (str, Path)):
+        near = nearest_name(str(setting), ("auto", "off"))
+        if near is not None and not Path(setting).exists():
+            raise ConfigError(f"sharding_plan={str(setting)!r} is neither a word nor a file; did you mean {near!r}?")
         return ShardingPlan.read(setting)
     raise ConfigError(
         f"sharding_plan={setting!r}: expected 'auto', 'off', a mapping of module-name patterns to styles, or the "
