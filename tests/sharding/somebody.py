@@ -71,6 +71,17 @@ class GPT2(Somebody):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["tokens"][:, 1:].flatten())
 
 
+class LateGPT2(GPT2):
+    """Built in ``configure_model``, without memory where the strategy says so."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.build()
+
+
 class MaskedBERT(Somebody):
     def build(self) -> None:
         from transformers import BertConfig, BertForMaskedLM
@@ -147,6 +158,7 @@ class MLP(Somebody):
 
 
 MODULES: dict[str, Callable[[], Somebody]] = {
+    "late": LateGPT2,
     "gpt2": GPT2,
     "bert": MaskedBERT,
     "vit": ViT,

@@ -22,7 +22,10 @@ def plain(pool: RankPool, kind: str) -> dict[str, Any]:
     return _plain[kind]
 
 
-@pytest.mark.parametrize("kind", list(somebody.MODULES))
+KINDS = [kind for kind in somebody.MODULES if kind != "late"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_tensor_parallel(pool: RankPool, kind: str) -> None:
     results = pool.run(somebody.train, 2, kind, 2, TENSOR, mode="trainer")
     expected = plain(pool, kind)
@@ -31,7 +34,7 @@ def test_tensor_parallel(pool: RankPool, kind: str) -> None:
     assert results[0]["local"] <= CUT[kind] * expected["local"]
 
 
-@pytest.mark.parametrize("kind", list(somebody.MODULES))
+@pytest.mark.parametrize("kind", KINDS)
 def test_pipeline(pool: RankPool, kind: str) -> None:
     results = pool.run(somebody.train, 2, kind, 2, PIPELINE, mode="trainer")
     parity.compare(results[0], plain(pool, kind), 1e-9)
@@ -41,3 +44,12 @@ def test_pipeline(pool: RankPool, kind: str) -> None:
 def test_both(pool: RankPool, kind: str) -> None:
     results = pool.run(somebody.train, 4, kind, 4, {**TENSOR, **PIPELINE}, mode="trainer")
     parity.compare(results[0], plain(pool, kind), 1e-9)
+
+
+def test_a_module_without_memory_is_tried_on_a_copy_that_has_some(pool: RankPool) -> None:
+    options = {"empty_init": True, "seed": 3}
+    results = pool.run(somebody.train, 2, "late", 2, {**TENSOR, **options}, mode="trainer")
+    expected = pool.run(somebody.train, 1, "late", 1, options, mode="trainer")[0]
+    parity.compare(results[0], expected, 1e-9)
+    assert any("packed_colwise:parts=3" in style for style in results[0]["styles"])
+    assert results[0]["local"] < 0.6 * expected["local"]

@@ -96,6 +96,7 @@ def test_refused_as_a_setting(tmp_path: Path) -> None:
 
     for setting, says in [
         (3, "sharding_plan=3"),
+        ("of", "did you mean 'off'"),
         ("no/such/plan.yaml", "cannot be read"),
         ({"a": "b"}, "'b' is unknown"),
     ]:
