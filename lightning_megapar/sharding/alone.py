@@ -7,6 +7,7 @@ that the step wants to make is refused: a trial runs on one rank.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -127,7 +128,11 @@ def _run_of(step: str, batch: Any) -> Run:
             object.__setattr__(module, "log", lambda name, value, *a, **k: logged.append(value))
             object.__setattr__(module, "log_dict", lambda values, *a, **k: logged.extend(dict(values).values()))
         torch.manual_seed(0)
-        output = getattr(module, step)(tree_map(fitted, batch), 0)
+        method = getattr(module, step)
+        asked = inspect.signature(method).parameters
+        indices = {name: 0 for name in ("batch_idx", "dataloader_idx") if name in asked}
+        rest = [] if indices or len(asked) < 2 else [0]  # an index under a name of the user's
+        output = method(tree_map(fitted, batch), *rest, **indices)
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
             return loss

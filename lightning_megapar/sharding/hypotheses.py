@@ -134,7 +134,7 @@ def _orders(pair: Pair, owner: Owner, heads: int, unit: int, star: Star) -> Iter
     fused = [n for n, out in zip(pair.columns, pair.outputs) if out > inner]
     plain = unit if heads else 1
 
-    def rules(of_fused: str) -> dict[str, str]:
+    def rules(of_fused: str, plain: int = plain) -> dict[str, str]:
         found = {}
         for name, out in zip(pair.columns, pair.outputs):
             style = (
@@ -151,6 +151,8 @@ def _orders(pair: Pair, owner: Owner, heads: int, unit: int, star: Star) -> Iter
 
     if not fused:
         yield "column and row", rules("colwise")
+        if plain > 1:  # the heads are those of other layers of the owner
+            yield "column and row, no heads", rules("colwise", 1)
         return
     out = max(o for o in pair.outputs if o > inner)
     if out % inner == 0:
