@@ -57,6 +57,10 @@ _MODULE_STYLES = {  # of modules and parameters
 _PARAMETER_STYLES = {"split", "grouped_gemm"}  # of a parameter alone
 
 
+BESIDE_OTHERS = ("local_attributes", "local_arguments")
+"""Styles that a module may have besides another one."""
+
+
 @dataclass(frozen=True)
 class Style:
     """A style with its options.
@@ -162,9 +166,9 @@ class ShardingPlan:
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
-        seen: set[tuple[str, bool]] = set()
+        seen: set[tuple[str, str]] = set()
         for rule in self.rules:
-            key = (rule.pattern, rule.style.name in ("local_attributes", "local_arguments"))
+            key = (rule.pattern, rule.style.name if rule.style.name in BESIDE_OTHERS else "")
             if key in seen:
                 raise ConfigError(f"sharding plan: two rules for the pattern {rule.pattern!r}")
             seen.add(key)
@@ -275,7 +279,7 @@ def resolve(plan: ShardingPlan, module: nn.Module, *, strict: bool) -> list[Assi
                 continue
             names.append(name)
             matching = [rule for rule in plan.rules if rule.matches(name)]
-            extra = [r for r in matching if r.style.name in ("local_attributes", "local_arguments")]
+            extra = [r for r in matching if r.style.name in BESIDE_OTHERS]
             main = [r for r in matching if r not in extra]
             used.update(rule.pattern for rule in matching)
             for kind in (main, extra):

@@ -152,23 +152,19 @@ class RowStyle(StyledModule):
         style = self._style
         if style.options.get("split"):
             x = split(x, style.index, style.ranks)
-        bias = self._parameters.get("bias")
-        weight = self._parameters["weight"]
+        bias, weight = self._parameters.get("bias"), self._parameters["weight"]
         assert weight is not None
-        if is_conv1d(self):
-            y = F.linear(x, weight.t())
-        elif type(self).__bases__[1] is nn.Linear:
-            y = F.linear(x, weight)
-        else:
-            # Somebody's own linear layer: before the sum, every rank would add the bias.
-            self._parameters["bias"] = None
+        if style.options["own_forward"]:
+            # Whatever it does with its product and bias, alike and linearly: each rank adds its share of the bias.
+            self._parameters["bias"] = None if bias is None else bias / style.ranks.size  # type: ignore[assignment]
             try:
-                y = super().forward(x, *args, **kwargs)
+                y = reduce_out(super().forward(x, *args, **kwargs), style.ranks)
             finally:
                 self._parameters["bias"] = bias
-        y = reduce_out(y, style.ranks)
-        if bias is not None:
-            y = y + bias.to(y.dtype)
+        else:
+            y = reduce_out(F.linear(x, weight.t() if is_conv1d(self) else weight), style.ranks)
+            if bias is not None:  # once, after the sum
+                y = y + bias.to(y.dtype)
         if style.options.get("scatter"):
             y = split(y, IndexRuns.contiguous(y.shape[-1], style.ranks.size), style.ranks)
         return y
@@ -222,8 +218,11 @@ def row(module: Any, index: IndexRuns, ranks: TensorRanks, *, split_input: bool 
         split_input: the input is replicated; take the own indices of it.
         scatter: give each rank its contiguous share of the output (per-head values made by a row product).
     """
+    own_forward = type(module).forward is not nn.Linear.forward and not is_conv1d(module)
+    partial = ("bias",) if own_forward and module._parameters.get("bias") is not None else ()
+    options = {"split": split_input, "scatter": scatter, "own_forward": own_forward}
     cut_parameter(module, "weight", 1 - output_dim(module), index, ranks.rank)
-    restyle(module, RowStyle, ModuleStyle(ranks, index, options={"split": split_input, "scatter": scatter}))
+    restyle(module, RowStyle, ModuleStyle(ranks, index, partial=partial, options=options))
     if hasattr(module, "in_features"):
         module.in_features = index.length(ranks.rank)
     if hasattr(module, "nx"):
