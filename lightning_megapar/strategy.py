@@ -28,7 +28,7 @@ from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.data.sampler import ResumableSampler
 from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm
 from lightning_megapar.first_batch import peek, step_name, trial_of
-from lightning_megapar.launch import shield_worker
+from lightning_megapar.launch import returns_to_caller, shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
 from lightning_megapar.limits import (
     optimizers_may_be_empty,
@@ -49,6 +49,7 @@ from lightning_megapar.stage_metrics import connect_metrics
 from lightning_megapar.step import StepContractError, Stepper, StepResult
 from lightning_megapar.step_log import replay
 from lightning_megapar.trees import PREFIXES, in_any_tree, of_tree, register_strategy, tree_of
+from lightning_megapar.whole_module import WholeModule
 
 TRIAL_SAMPLES = 4
 """Samples of the batch on which a sharding plan is tried."""
@@ -133,6 +134,8 @@ class MegaParStrategy(MeshStrategy):
         self._metrics: dict[str, Metric] = {}
         self._averaging: list[Any] = []
         self._originals: OriginalParameters | None = None
+        self._whole: WholeModule | None = None
+        self._given_back = False
         self._leave_requested = False
         self._accumulating = False
         self._reduced = False  # manual optimization: a backward of this step has averaged its gradients
@@ -146,7 +149,11 @@ class MegaParStrategy(MeshStrategy):
     @property
     def prepared(self) -> PreparedModule:
         if self._prepared is None:
-            raise RuntimeError("the module is prepared in the strategy's setup (inside fit, validate, test or predict)")
+            raise RuntimeError(
+                "the module is prepared in the strategy's setup (inside fit, validate, test or predict). In notebooks "
+                "and under pytest it is whole again after each call: save it by a callback during the run, or by "
+                "torch.save(module.state_dict(), path)"
+            )
         return self._prepared
 
     @property
@@ -217,6 +224,7 @@ class MegaParStrategy(MeshStrategy):
         earlier = vars(module).get("_megapar_prepared")
         if earlier is None:
             self._originals = OriginalParameters(module)
+            self._whole = WholeModule(module) if returns_to_caller() and self.is_global_zero else None
             self._prepared = prepare_module(
                 module,
                 self.mesh,
@@ -243,6 +251,8 @@ class MegaParStrategy(MeshStrategy):
         else:
             self._prepared = earlier
         self._metrics = connect_metrics(module, self.mesh, lambda: self.stepper.is_running)
+        if earlier is None and self._whole is not None:
+            self._whole.note_changes()
         fits = self._stepper is not None and self._stepper.fits(self.mesh, self.prepared)
         if self._stepper is None or not fits:
             self._stepper = self._make_stepper()
@@ -600,6 +610,8 @@ class MegaParStrategy(MeshStrategy):
         ``state_dict()``. An empty dict on the other ranks.
         """
         assert self.lightning_module is not None
+        if self._prepared is None and self._given_back:
+            return {k: v.detach() for k, v in self.lightning_module.state_dict().items() if isinstance(v, Tensor)}
         names = self.prepared.names
         local = {k: v.detach() for k, v in placed_state(self.lightning_module, names).items() if is_value(v)}
         return gather_full_state_dict(list(names.state_dict), local)
@@ -635,6 +647,22 @@ class MegaParStrategy(MeshStrategy):
                 tokenizer_from=tokenizer_from,
                 max_file_bytes=max_file_bytes,
             )
+
+    def give_back(self) -> None:
+        """Make the caller's module whole on rank 0, before the other ranks end with the launch; collective."""
+        if self._prepared is None:
+            return
+        assert self.lightning_module is not None
+        full = self.full_state_dict()
+        if self._whole is not None:
+            self._whole.restore(full)
+        self.lightning_module._device_mesh = None
+        for callback in self._averaging:
+            callback._average_model = None  # the module holds the average
+        # Nothing may keep a process group: other ranks are forked for the next call.
+        self._prepared = self._stepper = self._whole = self._mesh = self._world = None
+        self._metrics, self._averaging, self.optimizers, self.lr_scheduler_configs = {}, [], [], []
+        self._given_back = True
 
     # -- leaving early -----------------------------------------------------------------------------------------------
 
