@@ -25,7 +25,7 @@ from lightning_megapar.checkpoint.errors import CheckpointError
 from lightning_megapar.checkpoint.file_system import FileSystem
 from lightning_megapar.checkpoint.full import gather_full_state_dict
 from lightning_megapar.checkpoint.hugging_face_names import Conversion, loading_rules, names_for_writing
-from lightning_megapar.checkpoint.ranks import Ranks, ranks_of
+from lightning_megapar.checkpoint.ranks import OneRank, Ranks, ranks_of
 from lightning_megapar.checkpoint.weight_files import INDEX, SINGLE
 from lightning_megapar.config import ConfigError
 from lightning_megapar.sharding.blueprint import Blueprint
@@ -144,6 +144,48 @@ def save_hugging_face(
         if not written and ranks.rank == 0 and temporary.exists():
             fs.remove_tree(temporary)
     return target
+
+
+def save_hugging_face_state(
+    directory: str | os.PathLike[str],
+    state: Mapping[str, Tensor],
+    config: Any,
+    prefix: str = "model",
+    *,
+    tokenizer_from: str | os.PathLike[str] | None = None,
+    max_file_bytes: int = 5_000_000_000,
+) -> Path:
+    """The same from a state dict that is whole in this process, such as ``to_lightning(path)["state_dict"]``.
+
+    Args:
+        directory: to make; its parent must exist, it must not.
+        state: of the user's module, tied tensors under one of their names or under each.
+        config: the model's transformers configuration.
+        prefix: attribute of the user's module that holds the model; ``""`` when it is the model itself.
+        tokenizer_from, max_file_bytes: as for :func:`save_hugging_face`.
+
+    Raises:
+        CheckpointError, ConfigError: as for :func:`save_hugging_face`.
+    """
+    loading_rules()
+    import transformers
+
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        model = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
+    names: dict[int, list[str]] = {}
+    for name, tensor in _state(model).items():
+        names.setdefault(id(tensor), []).append(f"{prefix}.{name}" if prefix else name)
+    held = {name: next((n for n in tied if n in state), name) for tied in names.values() for name in tied}
+    return save_hugging_face(
+        directory,
+        Blueprint(prefix, model),
+        state,
+        lambda name: held.get(name, name),
+        tokenizer_from=tokenizer_from,
+        max_file_bytes=max_file_bytes,
+        process_group=OneRank(),
+    )
 
 
 def find_blueprint(blueprints: Sequence[Blueprint], module: str | None) -> Blueprint:
@@ -303,4 +345,4 @@ def _sync(fs: FileSystem, path: Path) -> None:
         os.close(descriptor)
 
 
-__all__ = ["TOKENIZER_FILES", "find_blueprint", "save_hugging_face"]
+__all__ = ["TOKENIZER_FILES", "find_blueprint", "save_hugging_face", "save_hugging_face_state"]

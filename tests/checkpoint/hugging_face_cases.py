@@ -187,9 +187,27 @@ def expect_refusal(config: Any, world: int, options: dict[str, Any], out: str | 
     return "nothing was refused"
 
 
-def copy_of(source: Path, target: Path) -> Path:
-    shutil.copytree(source, target)
-    return target
+def write_on_a_full_disk(config: Any, world: int, options: dict[str, Any], out: str) -> str:
+    """On a rank: the message when rank 0's disk is full at the second file."""
+    import errno
+
+    from safetensors import torch as safetensors
+
+    written = []
+    save_file = safetensors.save_file
+
+    def full(tensors: dict[str, Tensor], path: Path, **rest: Any) -> None:
+        if written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        written.append(path)
+        save_file(tensors, path, **rest)
+
+    safetensors.save_file = full
+    try:
+        train_and_write(config, world, options, out, max_file_bytes=20_000)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing failed"
 
 
 def tensors_in(directory: Path) -> dict[str, Tensor]:
