@@ -28,7 +28,7 @@ from lightning_megapar.checkpoint.hugging_face_names import Conversion, loading_
 from lightning_megapar.checkpoint.ranks import OneRank, Ranks, ranks_of
 from lightning_megapar.checkpoint.weight_files import INDEX, SINGLE
 from lightning_megapar.config import ConfigError
-from lightning_megapar.sharding.blueprint import Blueprint
+from lightning_megapar.sharding.blueprint import Blueprint, blueprint_at
 from lightning_megapar.shards import Value, is_value
 
 TOKENIZER_FILES = (
@@ -194,13 +194,14 @@ def find_blueprint(blueprints: Sequence[Blueprint], module: str | None) -> Bluep
     Raises:
         ConfigError: there is none, or the name does not say which.
     """
-    known = {blueprint.path: blueprint for blueprint in blueprints}
-    if module is None and len(known) == 1:
-        return next(iter(known.values()))
-    if module is None or module not in known:
+    if module is None and len(blueprints) == 1:
+        return blueprints[0]
+    found = None if module is None else blueprint_at(blueprints, module)
+    if found is None:
+        known = sorted(blueprint.path for blueprint in blueprints)
         asked = "the module holds" if module is None else f"module={module!r} is no transformers model; there are"
-        raise ConfigError(f"{asked} {len(known)} transformers models: {sorted(known)}")
-    return known[module]
+        raise ConfigError(f"{asked} {len(known)} transformers models: {known}")
+    return found
 
 
 def _refuse(target: Path, tokenizer_from: Path | None) -> None:

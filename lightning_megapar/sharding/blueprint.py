@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,6 +182,21 @@ def record_blueprints(module: nn.Module) -> tuple[Blueprint, ...]:
         if isinstance(child, library.PreTrainedModel) and not inside:
             found.append(Blueprint(path, on_meta(child), frozenset(_unfilled(child, path))))
     return tuple(found)
+
+
+def blueprint_at(blueprints: Sequence[Blueprint], path: str) -> Blueprint | None:
+    """The transformers model of that name, outermost or inside of another one; ``None`` when there is none."""
+    for blueprint in blueprints:
+        local = "" if path == blueprint.path else blueprint.local_name(path)
+        if local == "":
+            return blueprint
+        try:
+            part = blueprint.model.get_submodule(local) if local is not None else None
+        except AttributeError:
+            continue
+        if part is not None and isinstance(part, sys.modules["transformers.modeling_utils"].PreTrainedModel):
+            return Blueprint(path, part)
+    return None
 
 
 def _unfilled(model: nn.Module, path: str) -> Iterator[str]:

@@ -224,15 +224,15 @@ def store(tensors: dict[str, Tensor], directory: Path) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def save_whole(module: Any, directory: Path) -> None:
+def save_whole(module: Any, directory: Path, part: str | None = None) -> None:
     """Write a module that is whole in this one process."""
-    from lightning_megapar.checkpoint.hugging_face_saving import save_hugging_face
+    from lightning_megapar.checkpoint.hugging_face_saving import find_blueprint, save_hugging_face
     from lightning_megapar.data_parallel.parameters import ModuleNames
     from lightning_megapar.prepare import local_state
     from lightning_megapar.sharding.blueprint import record_blueprints
 
     names = ModuleNames.record(module)
-    [blueprint] = record_blueprints(module)
+    blueprint = find_blueprint(record_blueprints(module), part)
     save_hugging_face(directory, blueprint, local_state(module, names), lambda name: names.canonical.get(name, name))
 
 
