@@ -187,6 +187,16 @@ def expect_refusal(config: Any, world: int, options: dict[str, Any], out: str | 
     return "nothing was refused"
 
 
+def train_and_checkpoint(config: Any, world: int, options: dict[str, Any], path: str) -> dict[str, Tensor]:
+    """On a rank: train three steps and save a sharded checkpoint; rank 0 returns the whole state."""
+    trainer = trainer_of(world, path, empty_init=True, **options)
+    module = User(config)
+    module.save_hyperparameters({"config": config.to_dict()})
+    trainer.fit(module, DataLoader(Rows(), batch_size=BATCH // trainer.strategy.config.resolve(world)[0].data))
+    trainer.save_checkpoint(path)
+    return trainer.strategy.full_state_dict()
+
+
 def write_on_a_full_disk(config: Any, world: int, options: dict[str, Any], out: str) -> str:
     """On a rank: the message when rank 0's disk is full at the second file."""
     import errno
