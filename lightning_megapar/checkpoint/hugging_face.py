@@ -33,7 +33,7 @@ from lightning_megapar.checkpoint.ranks import ranks_of
 from lightning_megapar.checkpoint.weight_files import WeightFiles
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.parameters import ModuleNames
-from lightning_megapar.sharding.blueprint import Blueprint
+from lightning_megapar.sharding.blueprint import Blueprint, blueprint_at
 from lightning_megapar.shards import Value
 
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
@@ -308,7 +308,7 @@ def _part_of(module: nn.Module, blueprints: Sequence[Blueprint], path: str | Non
             else f": its parts are {', '.join(n for n in known if n.count('.') == 0 and n)}"
         )
         raise CheckpointError(f"{type(module).__name__} has no module {path!r}{hint}")
-    return path, candidates.get(path)
+    return path, blueprint_at(blueprints, path)
 
 
 def _name_faults(absent: Sequence[str], extra: Sequence[str], found: NameMap) -> list[str]:

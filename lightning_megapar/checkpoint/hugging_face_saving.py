@@ -25,10 +25,10 @@ from lightning_megapar.checkpoint.errors import CheckpointError
 from lightning_megapar.checkpoint.file_system import FileSystem
 from lightning_megapar.checkpoint.full import gather_full_state_dict
 from lightning_megapar.checkpoint.hugging_face_names import Conversion, loading_rules, names_for_writing
-from lightning_megapar.checkpoint.ranks import Ranks, ranks_of
+from lightning_megapar.checkpoint.ranks import OneRank, Ranks, ranks_of
 from lightning_megapar.checkpoint.weight_files import INDEX, SINGLE
 from lightning_megapar.config import ConfigError
-from lightning_megapar.sharding.blueprint import Blueprint
+from lightning_megapar.sharding.blueprint import Blueprint, blueprint_at
 from lightning_megapar.shards import Value, is_value
 
 TOKENIZER_FILES = (
@@ -146,19 +146,62 @@ def save_hugging_face(
     return target
 
 
+def save_hugging_face_state(
+    directory: str | os.PathLike[str],
+    state: Mapping[str, Tensor],
+    config: Any,
+    prefix: str = "model",
+    *,
+    tokenizer_from: str | os.PathLike[str] | None = None,
+    max_file_bytes: int = 5_000_000_000,
+) -> Path:
+    """The same from a state dict that is whole in this process, such as ``to_lightning(path)["state_dict"]``.
+
+    Args:
+        directory: to make; its parent must exist, it must not.
+        state: of the user's module, tied tensors under one of their names or under each.
+        config: the model's transformers configuration.
+        prefix: attribute of the user's module that holds the model; ``""`` when it is the model itself.
+        tokenizer_from, max_file_bytes: as for :func:`save_hugging_face`.
+
+    Raises:
+        CheckpointError, ConfigError: as for :func:`save_hugging_face`.
+    """
+    loading_rules()
+    import transformers
+
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        model = kind(config) if kind is not None else transformers.AutoModelForCausalLM.from_config(config)
+    names: dict[int, list[str]] = {}
+    for name, tensor in _state(model).items():
+        names.setdefault(id(tensor), []).append(f"{prefix}.{name}" if prefix else name)
+    held = {name: next((n for n in tied if n in state), name) for tied in names.values() for name in tied}
+    return save_hugging_face(
+        directory,
+        Blueprint(prefix, model),
+        state,
+        lambda name: held.get(name, name),
+        tokenizer_from=tokenizer_from,
+        max_file_bytes=max_file_bytes,
+        process_group=OneRank(),
+    )
+
+
 def find_blueprint(blueprints: Sequence[Blueprint], module: str | None) -> Blueprint:
     """The transformers model of a name, or the only one.
 
     Raises:
         ConfigError: there is none, or the name does not say which.
     """
-    known = {blueprint.path: blueprint for blueprint in blueprints}
-    if module is None and len(known) == 1:
-        return next(iter(known.values()))
-    if module is None or module not in known:
+    if module is None and len(blueprints) == 1:
+        return blueprints[0]
+    found = None if module is None else blueprint_at(blueprints, module)
+    if found is None:
+        known = sorted(blueprint.path for blueprint in blueprints)
         asked = "the module holds" if module is None else f"module={module!r} is no transformers model; there are"
-        raise ConfigError(f"{asked} {len(known)} transformers models: {sorted(known)}")
-    return known[module]
+        raise ConfigError(f"{asked} {len(known)} transformers models: {known}")
+    return found
 
 
 def _refuse(target: Path, tokenizer_from: Path | None) -> None:
@@ -303,4 +346,4 @@ def _sync(fs: FileSystem, path: Path) -> None:
         os.close(descriptor)
 
 
-__all__ = ["TOKENIZER_FILES", "find_blueprint", "save_hugging_face"]
+__all__ = ["TOKENIZER_FILES", "find_blueprint", "save_hugging_face", "save_hugging_face_state"]

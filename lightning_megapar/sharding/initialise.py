@@ -80,15 +80,17 @@ def initialise_by_name(
     owners = parameter_owners(module)
     wanted = {key: own for key, own in owners.items() if _parameter(own[0]).is_meta or not only_meta}
     fresh = {own[0][:1] + own[0][2:]: own for own in wanted.values()}
+    unfilled = frozenset().union(*(blueprint.unfilled for blueprint in blueprints))
     failed: list[str] = []
     with torch.no_grad():
         for path, child in module.named_modules():
-            names = [name for name in child._parameters if (path, name) in fresh]
+            names = [n for n in child._parameters if (path, n) in fresh or _join(path, n) in unfilled]
             meta_buffers = [name for name, b in child._buffers.items() if b is not None and b.is_meta]
             if not names and not meta_buffers:
                 continue
             for name in names:
-                _materialise(fresh[path, name], device)
+                if (path, name) in fresh:
+                    _materialise(fresh[path, name], device)
             root = roots[_root_of(path, roots)]
             if loaded:
                 names = [name for name in names if _join(path, name) not in loaded]
@@ -97,6 +99,7 @@ def initialise_by_name(
                     child._buffers[name] = torch.empty_like(child._buffers[name], device=device)  # type: ignore[arg-type]
             if blueprints and only_meta:
                 names, meta_buffers = _draw(path, child, names, meta_buffers, root, blueprints, device)
+                names = [name for name in names if _join(path, name) not in unfilled]  # real: the constructor's value
             if not names and not meta_buffers:
                 continue
             if isinstance(child, ParallelLayer):

@@ -187,9 +187,37 @@ def expect_refusal(config: Any, world: int, options: dict[str, Any], out: str | 
     return "nothing was refused"
 
 
-def copy_of(source: Path, target: Path) -> Path:
-    shutil.copytree(source, target)
-    return target
+def train_and_checkpoint(config: Any, world: int, options: dict[str, Any], path: str) -> dict[str, Tensor]:
+    """On a rank: train three steps and save a sharded checkpoint; rank 0 returns the whole state."""
+    trainer = trainer_of(world, path, empty_init=True, **options)
+    module = User(config)
+    module.save_hyperparameters({"config": config.to_dict()})
+    trainer.fit(module, DataLoader(Rows(), batch_size=BATCH // trainer.strategy.config.resolve(world)[0].data))
+    trainer.save_checkpoint(path)
+    return trainer.strategy.full_state_dict()
+
+
+def write_on_a_full_disk(config: Any, world: int, options: dict[str, Any], out: str) -> str:
+    """On a rank: the message when rank 0's disk is full at the second file."""
+    import errno
+
+    from safetensors import torch as safetensors
+
+    written = []
+    save_file = safetensors.save_file
+
+    def full(tensors: dict[str, Tensor], path: Path, **rest: Any) -> None:
+        if written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        written.append(path)
+        save_file(tensors, path, **rest)
+
+    safetensors.save_file = full
+    try:
+        train_and_write(config, world, options, out, max_file_bytes=20_000)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing failed"
 
 
 def tensors_in(directory: Path) -> dict[str, Tensor]:
@@ -206,15 +234,15 @@ def store(tensors: dict[str, Tensor], directory: Path) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def save_whole(module: Any, directory: Path) -> None:
+def save_whole(module: Any, directory: Path, part: str | None = None) -> None:
     """Write a module that is whole in this one process."""
-    from lightning_megapar.checkpoint.hugging_face_saving import save_hugging_face
+    from lightning_megapar.checkpoint.hugging_face_saving import find_blueprint, save_hugging_face
     from lightning_megapar.data_parallel.parameters import ModuleNames
     from lightning_megapar.prepare import local_state
     from lightning_megapar.sharding.blueprint import record_blueprints
 
     names = ModuleNames.record(module)
-    [blueprint] = record_blueprints(module)
+    blueprint = find_blueprint(record_blueprints(module), part)
     save_hugging_face(directory, blueprint, local_state(module, names), lambda name: names.canonical.get(name, name))
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("transformers")
 
@@ -87,6 +88,15 @@ def test_on_from_what_was_written(typed: Path) -> None:
     command(typed, "resume=runs/a", "parallel=single", "trainer.max_steps=3")
     assert len(column(run, "train_loss")) == 3
     assert (run / "hugging_face_1" / "tokenizer.json").exists() and not (out / "tokenizer.json").exists()
+
+
+def test_help_names_options_that_exist() -> None:
+    template = yaml.safe_load((ROOT / "conf" / "hydra" / "help" / "finetune.yaml").read_text())["template"]
+    groups = template.split("Groups")[1].split("Settings")[0].splitlines()[1:]
+    listed = {line.split()[0]: line.split("  ")[-1].split() for line in groups if line.strip()}
+    assert set(listed) == {"parallel", "data", "precision", "schedule", "optimizer", "trainer", "callbacks", "logger"}
+    for group, options in listed.items():
+        assert options and all((ROOT / "conf" / group / f"{option}.yaml").exists() for option in options), group
 
 
 @pytest.mark.parametrize(
