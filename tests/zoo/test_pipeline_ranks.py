@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from pool import RankPool
+from pool import RankError, RankPool
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from zoo.architectures import CannotRunAlone, architectures, loss_of, reference, tokens
@@ -50,7 +51,10 @@ class Gradients(Callback):
 
         prepared: Any = trainer.strategy.prepared  # type: ignore[attr-defined]
         local = {r.name: r.parameter.grad for r in prepared.parameters if r.parameter.grad is not None}
-        self.found = gather_full_state_dict(list(prepared.names.parameters), local)
+        held: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(held, set(local))
+        names = [name for name in prepared.names.parameters if name in set().union(*held)]
+        self.found = gather_full_state_dict(names, local)
 
 
 def train(names: Sequence[str], hidden: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -103,14 +107,24 @@ def test_kinds_on_ranks(pool: RankPool) -> None:
     assert {name: verdict for name, (verdict, _) in found.items()} == dict.fromkeys(ON_RANKS, "exact"), found
 
 
+def on_ranks(pool: RankPool, names: Sequence[str], hidden: int) -> dict[str, Any]:
+    """Many in one set of ranks; one by one where that breaks."""
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+    try:
+        return pool.run(train, 2, names, hidden, 2, options, mode="trainer", timeout=900)[0]
+    except RankError as error:
+        if len(names) == 1:
+            return {names[0]: ("crash", str(error)[-1500:])}
+        return {name: result for one in names for name, result in on_ranks(pool, [one], hidden).items()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden", [32, 64])
 def test_every_class_on_ranks(pool: RankPool, hidden: int, tmp_path: Path) -> None:
     found: dict[str, Any] = {}
     names = [name for name in architectures() if name not in REFUSED]
     for start in range(0, len(names), 20):
-        options = {"pipeline_parallel_size": 2, "num_microbatches": 2}
-        found |= pool.run(train, 2, names[start : start + 20], hidden, 2, options, mode="trainer", timeout=900)[0]
+        found |= on_ranks(pool, names[start : start + 20], hidden)
     lines = [f"| {name} | {verdict} | {detail} |" for name, (verdict, detail) in found.items()]
     (tmp_path / "ranks.md").write_text(
         "\n".join(["| model type | result | error or reason |", "|---|---|---|", *lines])
