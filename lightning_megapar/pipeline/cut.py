@@ -18,7 +18,6 @@ of a module that contains the stack) are reported by canonical name, so that the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 
 from lightning_megapar.pipeline.away import Away, Ledger, Source, StageError, present
 from lightning_megapar.pipeline.changes import Changed, apply_changes, changes, snapshot
+from lightning_megapar.pipeline.entrance import Entrance, copy_of, refuse_autograd_function, versions
 from lightning_megapar.pipeline.nest import (
     Shape,
     Unsent,
@@ -38,7 +38,6 @@ from lightning_megapar.pipeline.nest import (
     map_leaves,
     replace,
     same,
-    tensors_of,
     without_tensors,
 )
 from lightning_megapar.pipeline.stages import StagePlan, find_stack, plan_stages
@@ -143,7 +142,6 @@ class StageCut:
         self._travelling = {(s.unit, s.call) for s in sources}
 
     def is_running(self) -> bool:
-        """Whether the user's step is running."""
         return self._active
 
     def install_hooks(self) -> None:
@@ -248,17 +246,17 @@ class StageCut:
         if self.watch is not None:
             self.watch.leave(value)
         key = self._count(name)
-        self._results[key] = _Result(value, _versions(value))
+        self._results[key] = _Result(value, versions(value))
         if name in self.group:
             self._handed = key
-        return map_leaves(_copy, output) if name in self.copied else output
+        return map_leaves(copy_of, output) if name in self.copied else output
 
     def _tap(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if not self._active:
             return
         if self.watch is not None:
             self.watch.returned(output)
-        self._results[self._count(name)] = _Result(output, _versions(output))
+        self._results[self._count(name)] = _Result(output, versions(output))
 
     def _answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a module of another stage returns to the step."""
@@ -313,7 +311,7 @@ class StageCut:
                 return Away.make(like, self.ledger.device, self.ledger, frozenset([source]))
             if isinstance(value, Tensor):
                 # In-place operations on a leaf are errors; they are fine on what a block returned.
-                return _copy(value) if copied else _Entrance.apply(value)
+                return copy_of(value) if copied else Entrance.apply(value)
             return value
 
         return map_leaves(leaf, result)
@@ -325,7 +323,7 @@ class StageCut:
             raise StageError(self._out_of_order(self.stop - 1, "not called before its successors"))
         results: dict[Key, Any] = {}
         for key, result in self._results.items():
-            if (key == handed or key in self._travelling) and _versions(result.value) != result.versions:
+            if (key == handed or key in self._travelling) and versions(result.value) != result.versions:
                 self._modified(key[0])
             results[key] = self._outgoing(key, result.value, key == handed)
         # Most blocks return alike: those that do not travel are not described one by one.
@@ -374,7 +372,7 @@ class StageCut:
         if received is not None:
             self._usual = without_tensors(received["results"][received["handed"]])
             self._handed = received["handed"]
-            self._results = {key: _Result(value, _versions(value)) for key, value in received["results"].items()}
+            self._results = {key: _Result(value, versions(value)) for key, value in received["results"].items()}
         self._active = True
         try:
             yield
@@ -400,43 +398,3 @@ class StageCut:
             if not self.is_last or self._next == 0:
                 raise StageError(self._never_called())
             return True, replace(Away, present, output)
-
-
-def refuse_autograd_function(name: str) -> None:
-    """A module called inside a custom autograd function has no graph of its own that gradients could travel along."""
-    if torch.is_grad_enabled():
-        return
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "forward" and code.co_argcount > 0:
-            context = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(context, torch.autograd.function.FunctionCtx):
-                kind = type(context).__qualname__.removesuffix("Backward")
-                raise StageError(
-                    f"{name!r} is called inside the autograd function {kind}, whose gradients cannot be cut between "
-                    "pipeline stages (for activation checkpointing use use_reentrant=False; reversible layers need "
-                    "pipeline_parallel_size=1)"
-                )
-        frame = frame.f_back
-
-
-def _versions(nest: Any) -> list[int]:
-    """Counters of in-place modifications of a nest's tensors."""
-    return [leaf._version for leaf in tensors_of(nest) if not leaf.is_inference()]
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-class _Entrance(torch.autograd.Function):
-    """The same values as something that is not a leaf (and no view of one)."""
-
-    @staticmethod
-    def forward(ctx: Any, received: Tensor) -> Tensor:
-        return received.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
