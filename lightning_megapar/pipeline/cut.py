@@ -27,9 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megapar.pipeline import explain
 from lightning_megapar.pipeline.away import Away, Ledger, Source, StageError, present
 from lightning_megapar.pipeline.changes import Changed, apply_changes, changes, snapshot
-from lightning_megapar.pipeline.entrance import Entrance, copy_of, refuse_autograd_function, versions
+from lightning_megapar.pipeline.entrance import (
+    Entrance,
+    copy_of,
+    generator_states,
+    refuse_autograd_function,
+    set_generator_states,
+    versions,
+)
 from lightning_megapar.pipeline.nest import (
     Shape,
     Unsent,
@@ -71,7 +79,8 @@ class _Result:
 
 
 Boundary = dict[str, Any]
-"""``handed``: key of the result that is handed on whole; ``results``: key -> nest of tensors and :class:`Shape`.
+"""``handed``: key of the result that is handed on whole; ``results``: key -> nest of tensors and :class:`Shape`;
+``generators``: key -> the random generators' states after a module that drew numbers.
 
 A block that is missing returned the same shapes as the one that is handed on.
 """
@@ -189,6 +198,8 @@ class StageCut:
         self._handed: Key | None = None
         self._calls: dict[str, int] = {}
         self._arguments: list[Any] = []
+        self._drawn: list[tuple[bytes, ...]] = []
+        self._generators: dict[Key, tuple[bytes, ...]] = {}
         self._next = 0
 
     def _count(self, name: str) -> Key:
@@ -201,19 +212,10 @@ class StageCut:
         if index is None:
             return
         if index == 0 and self._next > 0:
-            raise StageError(
-                f"the pipelined stack {self.plan.stack!r} was called 2 times in one step; under "
-                "pipeline_parallel_size > 1 a step may call it once (use pipeline_parallel_size=1 for this module)"
-            )
+            raise StageError(explain.called_twice(self.plan.stack))
         if index < self._next:
-            raise StageError(self._out_of_order(index, "called after its successors, or twice"))
+            raise StageError(explain.called_late(self.plan.stack, index))
         self._next = index + 1
-
-    def _out_of_order(self, index: int, problem: str) -> str:
-        return (
-            f"block {index} of the pipelined stack {self.plan.stack!r} was {problem}; under "
-            "pipeline_parallel_size > 1 a step must call the blocks in order, at least one of every stage"
-        )
 
     def _before(self, names: list[str], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._active:
@@ -224,6 +226,8 @@ class StageCut:
             refuse_autograd_function(name)
         if self.watch is not None or name in self.changing:
             self._arguments.append(snapshot(args, kwargs))
+        if name not in self._index:  # blocks are seeded one by one
+            self._drawn.append(generator_states(self.ledger.device))
         if self.watch is not None:
             self.watch.enter(name)
         return replace(Away, present, args), replace(Away, present, kwargs)
@@ -247,6 +251,10 @@ class StageCut:
             self.watch.leave(value)
         key = self._count(name)
         self._results[key] = _Result(value, versions(value))
+        if name not in self._index:
+            states = generator_states(self.ledger.device)
+            if states != self._drawn.pop():
+                self._generators[key] = states
         if name in self.group:
             self._handed = key
         return map_leaves(copy_of, output) if name in self.copied else output
@@ -261,18 +269,11 @@ class StageCut:
     def _answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a module of another stage returns to the step."""
         if not self._active:
-            what = f"block {self._index[name]} of the pipelined stack" if name in self._index else "module"
-            raise StageError(
-                f"{what} {self.plan.stack if name in self._index else name!r} is on another stage: under "
-                "pipeline_parallel_size > 1 the stack runs only inside training_step, validation_step, test_step and "
-                "predict_step (and a checkpointed region must not span several blocks)"
-            )
+            block = f"block {self._index.get(name)} of the pipelined stack {self.plan.stack!r}"
+            raise StageError(explain.not_running(block if name in self._index else f"module {name!r}"))
         if self._stages[name] > self.stage:
             if name not in self.group:
-                raise StageError(
-                    f"module {name!r} is registered after the pipelined stack but was called before it. "
-                    f"Say where it is needed: pipeline_keep={{{name!r}: 'first'}} (or 'all')"
-                )
+                raise StageError(explain.called_too_early(name, self.plan.stack))
             self._in_order(name)
             raise StageExit(self._boundary())
         self._in_order(name)
@@ -281,11 +282,7 @@ class StageCut:
         result = self._received["results"].get(key)
         if result is None:
             if name not in self._index:
-                raise StageError(
-                    f"module {name!r} lives on pipeline stage {self._stages[name]} (its place in the registration "
-                    "order says so), but the step calls it behind a block of a later stage. Say where it is needed: "
-                    f"pipeline_keep={{{name!r}: 'last'}} (or 'all')"
-                )
+                raise StageError(explain.called_too_late(name, self._stages[name]))
             result = self._usual
         for part, path in [
             (k, k[0][len(name) + 1 :]) for k in self._received["results"] if k[0].startswith(f"{name}.")
@@ -293,6 +290,9 @@ class StageCut:
             if path in self.taps:
                 replayed: Any = self._stand_ins[name].get_submodule(path)
                 replayed.replay(self._present(part, self._received["results"][part]))
+        states = self._generators.get(key)
+        if states is not None:
+            set_generator_states(states, self.ledger.device)  # draws after this module are the same on all stages
         result = self._present(key, result)
         if isinstance(result, Changed):
             apply_changes(result.changes, args, kwargs)
@@ -320,7 +320,7 @@ class StageCut:
         """What the next stage gets."""
         handed = self._handed
         if handed is None:
-            raise StageError(self._out_of_order(self.stop - 1, "not called before its successors"))
+            raise StageError(explain.left_out(self.plan.stack, self.stop - 1))
         results: dict[Key, Any] = {}
         for key, result in self._results.items():
             if (key == handed or key in self._travelling) and versions(result.value) != result.versions:
@@ -333,6 +333,7 @@ class StageCut:
                 results.setdefault((name, 0), self._usual)
         return {
             "handed": handed,
+            "generators": self._generators,
             "results": {
                 k: v for k, v in results.items() if k == handed or k[0] not in self._index or not same(v, usual)
             },
@@ -353,16 +354,7 @@ class StageCut:
         if self.ledger.recording:
             self.ledger.copies.add(name)
             return
-        raise StageError(
-            f"what {name!r} returned was modified in place before it could travel to the next pipeline stage; the "
-            "first step did not do that. Use an out-of-place operation there"
-        )
-
-    def _never_called(self) -> str:
-        return (
-            f"the step never called the pipelined stack {self.plan.stack!r}; under pipeline_parallel_size > 1 "
-            "every step must call it once"
-        )
+        raise StageError(explain.modified(name))
 
     @contextmanager
     def microbatch(self, received: Boundary | None) -> Iterator[None]:
@@ -372,6 +364,7 @@ class StageCut:
         if received is not None:
             self._usual = without_tensors(received["results"][received["handed"]])
             self._handed = received["handed"]
+            self._generators = dict(received["generators"])
             self._results = {key: _Result(value, versions(value)) for key, value in received["results"].items()}
         self._active = True
         try:
@@ -396,5 +389,5 @@ class StageCut:
             except StageExit as leaving:
                 return False, leaving.boundary
             if not self.is_last or self._next == 0:
-                raise StageError(self._never_called())
+                raise StageError(explain.never_called(self.plan.stack))
             return True, replace(Away, present, output)
