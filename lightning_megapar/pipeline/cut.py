@@ -240,7 +240,8 @@ class StageCut:
         if not self._active:
             return None
         name = self._place(names)
-        output = replace(Away, present, output)  # what came in by another way than the arguments
+        # Absent values that came in by another way than the arguments.
+        output = replace(Away, present, output)
         value = output
         if self.watch is not None or name in self.changing:
             found = changes(self._arguments.pop())
