@@ -42,7 +42,6 @@ FOREIGN_NAMES: dict[str, str] = {
     "gradient_accumulation_steps": "accumulate_grad_batches (a Trainer argument)",
     "sp": "sequence_parallel",
     "schedule": "pipeline_schedule",
-    "pipeline_stack": "pipeline_blocks",
 }
 """What the same thing is called in Megatron-LM, NeMo, DeepSpeed, torchtitan and nanotron."""
 

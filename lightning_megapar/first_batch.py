@@ -97,6 +97,10 @@ def trial_of(trainer: Any, pieces: int) -> Trial | None:
     def run(module: Any) -> Any:
         meta = any(p.is_meta for p in module.parameters())
         moved = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, batch) if meta else batch
+        if meta:
+            for part in module.modules():
+                if "_device" in vars(part):
+                    vars(part)["_device"] = torch.device("meta")  # what LightningModule.device says
         silenced = {key: _nothing for key in ("log", "log_dict") if hasattr(module, key)}
         vars(module).update(silenced)
         try:

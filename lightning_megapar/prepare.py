@@ -27,8 +27,8 @@ from lightning_megapar.data_parallel.parameters import (
 from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.layers.collectives import TensorRanks
 from lightning_megapar.mesh import ParallelMesh
-from lightning_megapar.pipeline.cut import StageCut, StagePlan, find_stack, plan_stages
-from lightning_megapar.pipeline.stages import blocks_of, outside_of
+from lightning_megapar.pipeline.cut import StageCut, StagePlan, plan_stages
+from lightning_megapar.pipeline.stages import blocks_of, largest_stacks, outside_of
 from lightning_megapar.pipeline.survey import Survey, survey_module
 from lightning_megapar.random_streams import RandomStreams, uses_dropout
 from lightning_megapar.sharding.alone import stand_alone
@@ -230,12 +230,9 @@ def _survey(
 def _blocks(module: nn.Module, plan: StagePlan | None) -> list[nn.Module]:
     """The units that FSDP2 shards one by one: the stack's blocks when there is a stack at all."""
     if plan is not None:
-        return [module.get_submodule(name) for name in plan.blocks]
-    try:
-        _, stack = find_stack(module)
-    except ConfigError:
-        return []
-    return list(stack.children())
+        return list(dict.fromkeys(module.get_submodule(name) for name in plan.blocks))
+    stacks = largest_stacks(module)
+    return list(module.get_submodule(stacks[0]).children()) if stacks else []
 
 
 @torch.no_grad()

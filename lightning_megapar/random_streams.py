@@ -1,9 +1,9 @@
 """Random numbers that do not depend on where a block runs.
 
-Before each microbatch, and again before each block of the stack, torch's generators are seeded from (seed, step, data
-rank, microbatch, block). Tensor ranks then draw the same dropout mask where they hold the same activations, two stages
-never draw each other's, and a block draws the same mask on whatever stage it lives. (A sample's mask still depends on
-the microbatch it falls into.)
+Before each microbatch, and again before and after each block of the stack, torch's generators are seeded from (seed,
+step, data rank, microbatch, block). Tensor ranks then draw the same dropout mask where they hold the same activations,
+two stages never draw each other's, and a block draws the same mask on whatever stage it lives. (A sample's mask still
+depends on the microbatch it falls into.)
 
 Outside the steps, where the data is loaded, ranks that share their samples must draw alike (augmentations, the seeds of
 workers): they start from one state, and a step leaves the generators as it found them. Python's and numpy's generators
@@ -88,6 +88,8 @@ class RandomStreams:
         self._place = ""
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(self._before(index))
+            # Also after it: what is drawn between two blocks must not depend on whether this one ran here.
+            block.register_forward_hook(self._after(index))
 
     def begin_microbatch(self, step: int, microbatch: int) -> None:
         """Seed for everything before the stack."""
@@ -109,5 +111,12 @@ class RandomStreams:
         def seed(block: nn.Module, args: tuple[Any, ...]) -> None:
             if block.training and self._place:
                 torch.manual_seed(zlib.crc32(f"{self._place}:{index}".encode()))
+
+        return seed
+
+    def _after(self, index: int) -> Any:
+        def seed(block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if block.training and self._place:
+                torch.manual_seed(zlib.crc32(f"{self._place}:after {index}".encode()))
 
         return seed

@@ -168,16 +168,25 @@ class Away(Tensor):
             return func(*tree_map(_blank, args), **tree_map(_blank, kwargs))
         if any(tag in func.tags for tag in _VALUE_TAGS) or _writes_outside(func, args, kwargs):
             return func(*tree_map(present, args), **tree_map(present, kwargs))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            # The generator must go on as on the stage that has the numbers: later draws would differ otherwise.
+            shapes = func(*tree_map(_zeros, args), **tree_map(_zeros, kwargs))
+            return _like(func, args, shapes, away[0].device, ledger, sources)
         device = torch.device(kwargs.get("device") or away[0].device)
         meta_kwargs = dict(kwargs, device=torch.device("meta")) if kwargs.get("device") is not None else kwargs
         try:
             shapes = func(*tree_map(_to_meta, args), **tree_map(_to_meta, meta_kwargs))
         except Exception:  # an operation without shape rules, or one that looks at values
             return func(*tree_map(present, args), **tree_map(present, kwargs))
-        if func._schema.is_mutable and args and isinstance(args[0], Away):
-            args[0]._sources = sources
-            return args[0]
-        return tree_map(lambda x: Away.make(x, device, ledger, sources) if isinstance(x, Tensor) else x, shapes)
+        return _like(func, args, shapes, device, ledger, sources)
+
+
+def _like(func: Any, args: Any, shapes: Any, device: torch.device, ledger: Ledger, sources: frozenset[Source]) -> Any:
+    """What an operation returns, without its numbers."""
+    if func._schema.is_mutable and args and isinstance(args[0], Away):
+        args[0]._sources = sources
+        return args[0]
+    return tree_map(lambda x: Away.make(x, device, ledger, sources) if isinstance(x, Tensor) else x, shapes)
 
 
 def present(leaf: Any) -> Any:
@@ -189,6 +198,10 @@ def _blank(leaf: Any) -> Any:
     if not isinstance(leaf, Away):
         return leaf
     return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+
+
+def _zeros(leaf: Any) -> Any:
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, Away) else leaf
 
 
 def _to_meta(leaf: Any) -> Any:

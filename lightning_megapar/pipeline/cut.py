@@ -18,7 +18,6 @@ of a module that contains the stack) are reported by canonical name, so that the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,8 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megapar.pipeline import explain
 from lightning_megapar.pipeline.away import Away, Ledger, Source, StageError, present
 from lightning_megapar.pipeline.changes import Changed, apply_changes, changes, snapshot
+from lightning_megapar.pipeline.entrance import (
+    Entrance,
+    copy_of,
+    generator_states,
+    refuse_autograd_function,
+    set_generator_states,
+    versions,
+)
 from lightning_megapar.pipeline.nest import (
     Shape,
     Unsent,
@@ -38,7 +46,6 @@ from lightning_megapar.pipeline.nest import (
     map_leaves,
     replace,
     same,
-    tensors_of,
     without_tensors,
 )
 from lightning_megapar.pipeline.stages import StagePlan, find_stack, plan_stages
@@ -72,7 +79,8 @@ class _Result:
 
 
 Boundary = dict[str, Any]
-"""``handed``: key of the result that is handed on whole; ``results``: key -> nest of tensors and :class:`Shape`.
+"""``handed``: key of the result that is handed on whole; ``results``: key -> nest of tensors and :class:`Shape`;
+``generators``: key -> the random generators' states after a module that drew numbers.
 
 A block that is missing returned the same shapes as the one that is handed on.
 """
@@ -143,7 +151,6 @@ class StageCut:
         self._travelling = {(s.unit, s.call) for s in sources}
 
     def is_running(self) -> bool:
-        """Whether the user's step is running."""
         return self._active
 
     def install_hooks(self) -> None:
@@ -191,6 +198,8 @@ class StageCut:
         self._handed: Key | None = None
         self._calls: dict[str, int] = {}
         self._arguments: list[Any] = []
+        self._drawn: list[tuple[bytes, ...]] = []
+        self._generators: dict[Key, tuple[bytes, ...]] = {}
         self._next = 0
 
     def _count(self, name: str) -> Key:
@@ -203,19 +212,10 @@ class StageCut:
         if index is None:
             return
         if index == 0 and self._next > 0:
-            raise StageError(
-                f"the pipelined stack {self.plan.stack!r} was called 2 times in one step; under "
-                "pipeline_parallel_size > 1 a step may call it once (use pipeline_parallel_size=1 for this module)"
-            )
+            raise StageError(explain.called_twice(self.plan.stack))
         if index < self._next:
-            raise StageError(self._out_of_order(index, "called after its successors, or twice"))
+            raise StageError(explain.called_late(self.plan.stack, index))
         self._next = index + 1
-
-    def _out_of_order(self, index: int, problem: str) -> str:
-        return (
-            f"block {index} of the pipelined stack {self.plan.stack!r} was {problem}; under "
-            "pipeline_parallel_size > 1 a step must call the blocks in order, at least one of every stage"
-        )
 
     def _before(self, names: list[str], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self._active:
@@ -226,6 +226,8 @@ class StageCut:
             refuse_autograd_function(name)
         if self.watch is not None or name in self.changing:
             self._arguments.append(snapshot(args, kwargs))
+        if name not in self._index:  # blocks are seeded one by one
+            self._drawn.append(generator_states(self.ledger.device))
         if self.watch is not None:
             self.watch.enter(name)
         return replace(Away, present, args), replace(Away, present, kwargs)
@@ -238,7 +240,8 @@ class StageCut:
         if not self._active:
             return None
         name = self._place(names)
-        output = replace(Away, present, output)  # what came in by another way than the arguments
+        # Absent values that came in by another way than the arguments.
+        output = replace(Away, present, output)
         value = output
         if self.watch is not None or name in self.changing:
             found = changes(self._arguments.pop())
@@ -248,33 +251,30 @@ class StageCut:
         if self.watch is not None:
             self.watch.leave(value)
         key = self._count(name)
-        self._results[key] = _Result(value, _versions(value))
+        self._results[key] = _Result(value, versions(value))
+        if name not in self._index:
+            states = generator_states(self.ledger.device)
+            if states != self._drawn.pop():
+                self._generators[key] = states
         if name in self.group:
             self._handed = key
-        return map_leaves(_copy, output) if name in self.copied else output
+        return map_leaves(copy_of, output) if name in self.copied else output
 
     def _tap(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if not self._active:
             return
         if self.watch is not None:
             self.watch.returned(output)
-        self._results[self._count(name)] = _Result(output, _versions(output))
+        self._results[self._count(name)] = _Result(output, versions(output))
 
     def _answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a module of another stage returns to the step."""
         if not self._active:
-            what = f"block {self._index[name]} of the pipelined stack" if name in self._index else "module"
-            raise StageError(
-                f"{what} {self.plan.stack if name in self._index else name!r} is on another stage: under "
-                "pipeline_parallel_size > 1 the stack runs only inside training_step, validation_step, test_step and "
-                "predict_step (and a checkpointed region must not span several blocks)"
-            )
+            block = f"block {self._index.get(name)} of the pipelined stack {self.plan.stack!r}"
+            raise StageError(explain.not_running(block if name in self._index else f"module {name!r}"))
         if self._stages[name] > self.stage:
             if name not in self.group:
-                raise StageError(
-                    f"module {name!r} is registered after the pipelined stack but was called before it. "
-                    f"Say where it is needed: pipeline_keep={{{name!r}: 'first'}} (or 'all')"
-                )
+                raise StageError(explain.called_too_early(name, self.plan.stack))
             self._in_order(name)
             raise StageExit(self._boundary())
         self._in_order(name)
@@ -283,11 +283,7 @@ class StageCut:
         result = self._received["results"].get(key)
         if result is None:
             if name not in self._index:
-                raise StageError(
-                    f"module {name!r} lives on pipeline stage {self._stages[name]} (its place in the registration "
-                    "order says so), but the step calls it behind a block of a later stage. Say where it is needed: "
-                    f"pipeline_keep={{{name!r}: 'last'}} (or 'all')"
-                )
+                raise StageError(explain.called_too_late(name, self._stages[name]))
             result = self._usual
         for part, path in [
             (k, k[0][len(name) + 1 :]) for k in self._received["results"] if k[0].startswith(f"{name}.")
@@ -295,6 +291,9 @@ class StageCut:
             if path in self.taps:
                 replayed: Any = self._stand_ins[name].get_submodule(path)
                 replayed.replay(self._present(part, self._received["results"][part]))
+        states = self._generators.get(key)
+        if states is not None:
+            set_generator_states(states, self.ledger.device)  # draws after this module are the same on all stages
         result = self._present(key, result)
         if isinstance(result, Changed):
             apply_changes(result.changes, args, kwargs)
@@ -313,7 +312,7 @@ class StageCut:
                 return Away.make(like, self.ledger.device, self.ledger, frozenset([source]))
             if isinstance(value, Tensor):
                 # In-place operations on a leaf are errors; they are fine on what a block returned.
-                return _copy(value) if copied else _Entrance.apply(value)
+                return copy_of(value) if copied else Entrance.apply(value)
             return value
 
         return map_leaves(leaf, result)
@@ -322,10 +321,10 @@ class StageCut:
         """What the next stage gets."""
         handed = self._handed
         if handed is None:
-            raise StageError(self._out_of_order(self.stop - 1, "not called before its successors"))
+            raise StageError(explain.left_out(self.plan.stack, self.stop - 1))
         results: dict[Key, Any] = {}
         for key, result in self._results.items():
-            if (key == handed or key in self._travelling) and _versions(result.value) != result.versions:
+            if (key == handed or key in self._travelling) and versions(result.value) != result.versions:
                 self._modified(key[0])
             results[key] = self._outgoing(key, result.value, key == handed)
         # Most blocks return alike: those that do not travel are not described one by one.
@@ -335,6 +334,7 @@ class StageCut:
                 results.setdefault((name, 0), self._usual)
         return {
             "handed": handed,
+            "generators": self._generators,
             "results": {
                 k: v for k, v in results.items() if k == handed or k[0] not in self._index or not same(v, usual)
             },
@@ -355,16 +355,7 @@ class StageCut:
         if self.ledger.recording:
             self.ledger.copies.add(name)
             return
-        raise StageError(
-            f"what {name!r} returned was modified in place before it could travel to the next pipeline stage; the "
-            "first step did not do that. Use an out-of-place operation there"
-        )
-
-    def _never_called(self) -> str:
-        return (
-            f"the step never called the pipelined stack {self.plan.stack!r}; under pipeline_parallel_size > 1 "
-            "every step must call it once"
-        )
+        raise StageError(explain.modified(name))
 
     @contextmanager
     def microbatch(self, received: Boundary | None) -> Iterator[None]:
@@ -374,7 +365,8 @@ class StageCut:
         if received is not None:
             self._usual = without_tensors(received["results"][received["handed"]])
             self._handed = received["handed"]
-            self._results = {key: _Result(value, _versions(value)) for key, value in received["results"].items()}
+            self._generators = dict(received["generators"])
+            self._results = {key: _Result(value, versions(value)) for key, value in received["results"].items()}
         self._active = True
         try:
             yield
@@ -398,45 +390,5 @@ class StageCut:
             except StageExit as leaving:
                 return False, leaving.boundary
             if not self.is_last or self._next == 0:
-                raise StageError(self._never_called())
+                raise StageError(explain.never_called(self.plan.stack))
             return True, replace(Away, present, output)
-
-
-def refuse_autograd_function(name: str) -> None:
-    """A module called inside a custom autograd function has no graph of its own that gradients could travel along."""
-    if torch.is_grad_enabled():
-        return
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "forward" and code.co_argcount > 0:
-            context = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(context, torch.autograd.function.FunctionCtx):
-                kind = type(context).__qualname__.removesuffix("Backward")
-                raise StageError(
-                    f"{name!r} is called inside the autograd function {kind}, whose gradients cannot be cut between "
-                    "pipeline stages (for activation checkpointing use use_reentrant=False; reversible layers need "
-                    "pipeline_parallel_size=1)"
-                )
-        frame = frame.f_back
-
-
-def _versions(nest: Any) -> list[int]:
-    """Counters of in-place modifications of a nest's tensors."""
-    return [leaf._version for leaf in tensors_of(nest) if not leaf.is_inference()]
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-class _Entrance(torch.autograd.Function):
-    """The same values as something that is not a leaf (and no view of one)."""
-
-    @staticmethod
-    def forward(ctx: Any, received: Tensor) -> Tensor:
-        return received.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]

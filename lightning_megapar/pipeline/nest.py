@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_megapar.pipeline.away import StageError
 
@@ -125,14 +125,13 @@ def tensors_of(nest: Any) -> list[Tensor]:
 
 def replace(kind: type, function: Callable[[Any], Any], nest: Any) -> Any:
     """``function`` on every leaf of a type. A container without one stays the very same object."""
-    leaves = flatten(nest)[0]
-    if not any(isinstance(leaf, kind) for leaf in leaves):
+    if not any(isinstance(leaf, kind) for leaf in tree_leaves(nest)):
         return nest
     if type(nest) is tuple or type(nest) is list:
         return type(nest)(replace(kind, function, item) for item in nest)
     if type(nest) is dict:
         return {key: replace(kind, function, value) for key, value in nest.items()}
-    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, nest)
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, nest)
 
 
 def without_tensors(nest: Any) -> Any:

@@ -31,6 +31,10 @@ ROUNDS = 8
 """Rehearsals until every stage has what it needs; each one reaches at least one module further."""
 
 
+class FirstStepError(StageError):
+    """Another stage's step raised in a rehearsal."""
+
+
 @dataclass(frozen=True)
 class Notes:
     """What one stage learnt in one rehearsal."""
@@ -169,7 +173,7 @@ def learn(cut: StageCut, everybody: Sequence[Notes]) -> bool:
         )
     failed = [notes for notes in everybody if notes.error]
     if failed and not changed:
-        raise StageError(f"the first step failed on pipeline stage {failed[0].stage}: {failed[0].error}")
+        raise FirstStepError(f"the first step failed on pipeline stage {failed[0].stage}: {failed[0].error}")
     return changed
 
 
@@ -213,8 +217,10 @@ class Rehearsal:
             dist.all_gather_object(everybody, notes_of(cut, self.error))
             try:
                 again = learn(cut, everybody)
-            except StageError as error:
-                raise error from self.error
+            except FirstStepError:
+                if self.error is not None:
+                    raise self.error from None  # what somebody's step raised is what he should see
+                raise
             if not again:
                 return
         raise StageError(endless(cut))

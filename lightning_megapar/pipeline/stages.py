@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from torch import nn
 
@@ -63,6 +64,14 @@ def count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
+def largest_stacks(module: nn.Module) -> list[str]:
+    """Dotted names of the ``ModuleList``/``Sequential`` with the most parameters: mostly one, none without a stack."""
+    sizes = {path: count(child) for path, child in _containers(module, (nn.ModuleList, nn.Sequential)).items()}
+    best = [path for path, size in sizes.items() if size == max(sizes.values())]
+    # Of nested stacks with the same parameters the inner one is the stack of blocks.
+    return [path for path in best if not any(o.startswith(f"{path}." if path else "") for o in best if o != path)]
+
+
 def find_stack(module: nn.Module, name: str | None = None) -> tuple[str, nn.Module]:
     """The stack to cut: the named one (a ``ModuleDict`` as well), else the ``ModuleList``/``Sequential`` with the most
     parameters.
@@ -70,47 +79,41 @@ def find_stack(module: nn.Module, name: str | None = None) -> tuple[str, nn.Modu
     Raises:
         ConfigError: when there is none, when two are equally large, or the name is not one (candidates are listed).
     """
-    # A ModuleDict is rarely a stack (more often it names a model's parts): only when the user says so.
-    kinds = (nn.ModuleList, nn.Sequential) if name is None else (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-    candidates = {
-        path: child
-        for path, child in module.named_modules()
-        if isinstance(child, kinds) and len(child) >= 2 and count(child) > 0
-    }
     if name is not None:
+        # A ModuleDict is rarely a stack (more often it names a model's parts): only when the user says so.
+        candidates = _containers(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
         if name not in candidates:
             near = nearest_name(name, candidates)
             hint = f"; did you mean {near!r}?" if near else ""
             raise ConfigError(f"pipeline_blocks={name!r} is not a stack of blocks{hint} (stacks: {sorted(candidates)})")
         return name, candidates[name]
-    if not candidates:
-        lists = {
-            path: len(child)
+    best = largest_stacks(module)
+    if not best:
+        seen = ", ".join(
+            f"{path!r} ({len(child)})"
             for path, child in module.named_modules()
-            if isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) and path
-        }
-        seen = ", ".join(f"{path!r} ({length})" for path, length in lists.items()) or "none"
+            if isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        )
         raise ConfigError(
             "pipeline_parallel_size > 1 needs a stack of blocks (an nn.ModuleList or nn.Sequential of at least two "
             f"modules with parameters, or an nn.ModuleDict named by pipeline_blocks); {type(module).__name__} has none "
-            f"(containers and their lengths: {seen})"
+            f"(containers and their lengths: {seen or 'none'})"
         )
-    sizes = {path: count(child) for path, child in candidates.items()}
-    largest = max(sizes.values())
-    best = [path for path in candidates if sizes[path] == largest]
-    # Of nested stacks with the same parameters the inner one is the stack of blocks.
-    inner = [
-        path
-        for path in best
-        if not any(other.startswith(f"{path}." if path else "") for other in best if other != path)
-    ]
-    owners = {path.rpartition(".")[0] for path in inner}
-    if len(inner) > 1 and (len(owners) > 1 or len({len(candidates[path]) for path in inner}) > 1):
+    stacks: list[Any] = [module.get_submodule(path) for path in best]
+    owners = {path.rpartition(".")[0] for path in best}
+    # Lists side by side in one module may run together, item by item.
+    if len(best) > 1 and (len(owners) > 1 or len({len(stack) for stack in stacks}) > 1):
         raise ConfigError(
-            f"two stacks of blocks are equally large ({largest:,} parameters): {' and '.join(map(repr, inner))}. Say "
-            f"which one to cut: pipeline_blocks={inner[0]!r} or pipeline_blocks={inner[1]!r}"
+            f"two stacks of blocks are equally large ({count(stacks[0]):,} parameters): {best[0]!r} and {best[1]!r}. "
+            f"Say which one to cut: pipeline_blocks={best[0]!r} or pipeline_blocks={best[1]!r}"
         )
-    return inner[0], candidates[inner[0]]
+    return best[0], stacks[0]
+
+
+def _containers(module: nn.Module, kinds: tuple[type, ...]) -> dict[str, nn.Module]:
+    """Containers of at least two modules, with parameters, by dotted name."""
+    found: dict[str, Any] = {path: child for path, child in module.named_modules() if isinstance(child, kinds)}
+    return {path: child for path, child in found.items() if len(child) >= 2 and count(child) > 0}
 
 
 def _expand(module: nn.Module, names: Sequence[str], num_stages: int) -> list[str]:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo.trial import Stages, Verdict, compare, evaluation_error, judge, perturbed
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.pipeline import cut as cut_module
+from lightning_megapar.pipeline import entrance
 from lightning_megapar.pipeline.cut import StageError
 
 WIDTH = 16
@@ -373,14 +373,6 @@ class Reentrant(Net):
         return hidden
 
 
-class LayerDrop(Net):
-    layerdrop = 0.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layerdrop = 0.1
-
-
 class SlotBlock(ObjectBlock):
     class State:
         __slots__ = ("hidden",)
@@ -409,7 +401,6 @@ class Slots(Net):
         (Twice, "'layers' was called 2 times in one step"),
         (Backwards, "block 'layers.2' of the pipelined stack 'layers' is called after its successors"),
         (Reentrant, "use use_reentrant=False"),
-        (LayerDrop, r"layerdrop=0.1 leaves out blocks .* at random"),
         (Slots, "returns an object of type SlotBlock.State, which cannot travel"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
@@ -497,7 +488,7 @@ def test_a_rehearsal_leaves_no_trace() -> None:
 def test_the_trial_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness itself: a boundary that loses a thousandth of its gradient is not exact."""
     monkeypatch.setattr(
-        cut_module._Entrance, "backward", staticmethod(lambda ctx, gradient: 0.999 * gradient), raising=True
+        entrance.Entrance, "backward", staticmethod(lambda ctx, gradient: 0.999 * gradient), raising=True
     )
     assert compare(Net(), step).kind == "wrong"
 

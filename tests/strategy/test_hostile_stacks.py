@@ -147,6 +147,22 @@ class KeptDropout(RecomputedDropout):
     recompute = False
 
 
+class DropoutAround(Net):
+    """Dropout before, between and after the blocks, beside them and in a layer of the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 16))  # type: ignore[assignment]
+        self.blocks = linears(nn.Dropout(0.2))
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = hidden = self.drop(self.drop(self.inp(x)) * 2)
+        for block in self.blocks:
+            hidden = hidden + nn.functional.dropout(torch.tanh(block(hidden)), 0.3, self.training)
+        return self.head(self.drop(hidden) + self.drop(start))
+
+
 class Hooks(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -220,6 +236,16 @@ def test_recomputed_blocks_draw_the_same_dropout(pool: RankPool) -> None:
     kept = pool.run(hostile.fit, 2, "pp2", KeptDropout, mode="trainer")[0]
     recomputed = pool.run(hostile.fit, 2, "pp2", RecomputedDropout, mode="trainer")[0]
     assert hostile.differences(recomputed, kept, tolerance=1e-12) == []
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp4"])
+def test_dropout_around_the_blocks_is_the_same_on_all_stages(pool: RankPool, layout: str) -> None:
+    """As on ranks that all run the whole module (nothing of it is sharded by the tensor axis)."""
+    options = {"num_microbatches": 4}
+    whole = pool.run(hostile.fit, 2, "tp2", DropoutAround, options=options, mode="trainer")[0]
+    world = hostile.LAYOUTS[layout][0]
+    cut = pool.run(hostile.fit, world, layout, DropoutAround, options=options, mode="trainer")
+    hostile.agree(cut, whole, tolerance=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -244,8 +244,9 @@ def configurations(architecture: Architecture, hidden: int, layers: int) -> list
     return made
 
 
-def _without_noise(model: Any) -> None:
-    for part in (model.config, *model.modules()):
+def without_noise(model: Any) -> None:
+    """No dropout, no noise in routers."""
+    for part in (getattr(model, "config", model), *model.modules()):
         if isinstance(part, nn.Dropout):
             part.p = 0.0
         for name, value in list(vars(part).items()):
@@ -285,7 +286,7 @@ def build(architecture: Architecture, *, hidden: int = 32, layers: int = 4, pert
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {error}")
             continue
-        _without_noise(model)
+        without_noise(model)
         if hasattr(model, "set_default_language"):
             model.set_default_language("en_XX")
         generator = torch.Generator().manual_seed(1)

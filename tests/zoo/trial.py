@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from zoo.architectures import without_noise
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.pipeline.cut import StageCut, StageError, plan_stages
@@ -161,9 +162,7 @@ def summed(stages: Stages, names: dict[str, tuple[str, ...]]) -> dict[str, Tenso
 def perturbed(module: nn.Module, size: float = 0.05) -> nn.Module:
     """In float64 and training mode, without dropout, with noise on every parameter (zero biases hide errors)."""
     module = module.double().train()
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
+    without_noise(module)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
