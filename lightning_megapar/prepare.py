@@ -172,10 +172,8 @@ def _pricing(config: ParallelConfig, mesh: ParallelMesh, dtype: str) -> Pricing 
 
 
 def _stack_of(module: nn.Module) -> str | None:
-    try:
-        return find_stack(module)[0]
-    except ConfigError:
-        return None
+    stacks = largest_stacks(module)
+    return stacks[0] if stacks else None
 
 
 def _from_rank_zero(value: Any) -> Any:
