@@ -157,6 +157,14 @@ class MegaParStrategy(MeshStrategy):
         return self._prepared
 
     @property
+    def chosen_sharding_plan(self) -> dict[str, str]:
+        """The plan by which the module is sharded, in the words that ``sharding_plan`` takes back.
+
+        Known from set-up on; ``yaml.safe_dump`` of it is a file for ``sharding_plan="plan.yaml"``.
+        """
+        return self.prepared.choice.plan.to_mapping()
+
+    @property
     def stepper(self) -> Stepper:
         assert self._stepper is not None
         return self._stepper

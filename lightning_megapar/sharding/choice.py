@@ -55,10 +55,12 @@ class PlanChoice:
     Args:
         assignments: of the whole module.
         notes: what was tried and stays whole, and why, for the terminal.
+        plan: the rules that they follow from.
     """
 
     assignments: list[Assignment] = field(default_factory=list)
     notes: tuple[str, ...] = ()
+    plan: ShardingPlan = field(default_factory=ShardingPlan)
 
 
 def choose_plan(
@@ -94,7 +96,7 @@ def choose_plan(
     if plan is None and callable(own):
         plan = ShardingPlan.from_mapping(own(), f"{type(module).__name__}.sharding_plan()")
     if plan is not None:
-        return PlanChoice(resolve(plan, module, strict=True))
+        return PlanChoice(resolve(plan, module, strict=True), plan=plan)
     plan = transformers_plan(module)
     if not plan.rules and not has_foreign_layers(module):
         return PlanChoice()
@@ -103,7 +105,7 @@ def choose_plan(
     if is_first:
         answer = _choose(module, plan, size, trial, alone, pricing)
     plan, notes = share(answer)
-    return PlanChoice(resolve(plan, module, strict=False), notes)
+    return PlanChoice(resolve(plan, module, strict=False), notes, plan)
 
 
 def has_foreign_layers(module: nn.Module) -> bool:

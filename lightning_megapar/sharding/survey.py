@@ -7,7 +7,7 @@ that read one tensor (query, key, value; gate, up), then one layer whose output 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -126,7 +126,7 @@ def parent_of(name: str) -> str:
 
 
 def _neighbours(order: Ordered, width: Widths, calls: list[str], held: dict[str, nn.Module]) -> list[Pair]:
-    """Layers of one parent that read one tensor, followed by one layer back to that tensor's width."""
+    """Layers of one parent that read one tensor, followed by one layer of the width that they give."""
     groups: list[tuple[list[tuple[int, str]], int]] = []
     for position, name, storage in order:
         if groups and groups[-1][1] == storage and parent_of(groups[-1][0][-1][1]) == parent_of(name):
@@ -135,27 +135,40 @@ def _neighbours(order: Ordered, width: Widths, calls: list[str], held: dict[str,
             groups.append(([(position, name)], storage))
     found: list[Pair] = []
     seen: set[tuple[tuple[str, ...], str]] = set()
-    at = 0
-    while at < len(groups) - 1:
-        first, second = groups[at][0], groups[at + 1][0]
-        row = second[0][1]
-        inner_width, back = width[row]
-        columns = tuple(dict.fromkeys(name for _, name in first))
-        outputs = tuple(width[name][1] for name in columns)
-        fits = any(
-            out == inner_width or (out > inner_width and (out % inner_width == 0 or (out - inner_width) % 2 == 0))
-            for out in outputs
-        )
-        if len(second) == 1 and back == width[columns[0]][0] and fits:
-            if (columns, row) not in seen:
-                seen.add((columns, row))
-                between = calls[first[0][0] : second[0][0]]
+    used: set[int] = set()
+    # A way back to the width that was read is a pair for sure; what else follows each other may be one (a head of two
+    # layers), but must not take a layer from another.
+    for any_width in (False, True):
+        at = 0
+        while at < len(groups) - 1:
+            pair = None if {at, at + 1} & used else _pair_of(groups[at][0], groups[at + 1][0], width, any_width)
+            if pair is None:
+                at += 1
+                continue
+            used |= {at, at + 1}
+            if (pair.columns, pair.row) not in seen:
+                seen.add((pair.columns, pair.row))
+                between = calls[groups[at][0][0][0] : groups[at + 1][0][0][0]]
                 others = tuple(dict.fromkeys(n for n in between if not is_linear(held[n])))
-                found.append(Pair(columns, row, inner_width, outputs, between=others))
+                found.append(replace(pair, between=others))
             at += 2
-        else:
-            at += 1
     return found
+
+
+def _pair_of(
+    first: list[tuple[int, str]], second: list[tuple[int, str]], width: Widths, any_width: bool
+) -> Pair | None:
+    row = second[0][1]
+    inner_width, back = width[row]
+    columns = tuple(dict.fromkeys(name for _, name in first))
+    outputs = tuple(width[name][1] for name in columns)
+    fits = any(
+        out == inner_width or (out > inner_width and (out % inner_width == 0 or (out - inner_width) % 2 == 0))
+        for out in outputs
+    )
+    if len(second) != 1 or not fits or row in columns or (back != width[columns[0]][0] and not any_width):
+        return None
+    return Pair(columns, row, inner_width, outputs)
 
 
 def _low_rank(order: Ordered, width: Widths) -> list[Pair]:
