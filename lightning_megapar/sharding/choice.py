@@ -17,10 +17,12 @@ from lightning_megapar.sharding.names import BlockNames
 from lightning_megapar.sharding.plan import Assignment, ShardingPlan, resolve
 from lightning_megapar.sharding.pricing import Pricing
 from lightning_megapar.sharding.styles import is_linear
-from lightning_megapar.sharding.transformers_plan import transformers_plan
+from lightning_megapar.sharding.transformers_plan import plans_are_proven, transformers_plan
 from lightning_megapar.sharding.trial import Run
 from lightning_megapar.shards import own_shards
 
+WORTH_A_TRIAL = 0.02
+"""Share of the parameters that a proven plan must leave for the chooser to be asked: a trial takes memory and time."""
 LARGEST_TRIAL = 16e9
 """Bytes of host memory that the copies of a trial may take, all ranks together."""
 
@@ -100,12 +102,34 @@ def choose_plan(
     plan = transformers_plan(module)
     if not plan.rules and not has_foreign_layers(module):
         return PlanChoice()
+    if plan.rules and plans_are_proven(module) and share_left(module, plan) < WORTH_A_TRIAL:
+        return PlanChoice(resolve(plan, module, strict=False), plan=plan)
     trial = runs(module)
     answer: tuple[ShardingPlan, tuple[str, ...]] | None = None
     if is_first:
         answer = _choose(module, plan, size, trial, alone, pricing)
     plan, notes = share(answer)
     return PlanChoice(resolve(plan, module, strict=False), notes, plan)
+
+
+def share_left(module: nn.Module, plan: ShardingPlan) -> float:
+    """Share of the parameters in layers that could be cut and that no rule of the plan speaks of."""
+    spoken = {one.path for one in resolve(plan, module, strict=False)}
+    seen: set[int] = set()
+    total = left = 0
+    for path, child in module.named_modules():
+        around = {path[:i] for i, letter in enumerate(path) if letter == "."} | {path}
+        # A low-rank product, an expert: what is below a module that has a rule is dealt with by its author.
+        dealt_with = bool(around & spoken)
+        cuttable = is_linear(child) or isinstance(child, nn.Embedding)
+        for parameter in child._parameters.values():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            total += parameter.numel()
+            if not dealt_with and (cuttable or parameter.ndim == 3):
+                left += parameter.numel()
+    return left / total if total else 0.0
 
 
 def has_foreign_layers(module: nn.Module) -> bool:

@@ -38,7 +38,7 @@ TOLERANCE = 1e-4
 """Largest difference of a gradient over its largest magnitude, in float32; a wrong layout is off by 1e-2 to 1."""
 SMALLEST_TABLE = 0.02
 """Share of all parameters below which an embedding stays whole: a look-up less is worth more than its rows."""
-LARGEST_DOUBLE = 50_000_000
+LARGEST_DOUBLE = 5_000_000
 """Parameters up to which trials are made in float64."""
 PATIENCE = 120.0
 """Seconds after which what was not tried yet stays whole."""

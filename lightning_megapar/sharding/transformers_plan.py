@@ -6,6 +6,7 @@ the module, so that nothing here imports transformers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,25 @@ CORRECTIONS: dict[str, dict[str, str]] = {
 }
 """``model_type`` -> end of a module's name -> style; found by comparing every gradient with one process (transformers
 5.24)."""
+
+
+PROVEN_WITH = "5.24"
+"""Release of transformers whose plans, with :data:`CORRECTIONS`, were compared with one process, gradient by gradient
+(``tests/zoo/test_tensor_parallel.py``)."""
+PROVEN: frozenset[str] = frozenset()
+"""``model_type`` of the classes whose plans were exact."""
+
+
+def plans_are_proven(module: nn.Module) -> bool:
+    """Whether every transformers model below ``module`` is of a class and release whose published plan was proven."""
+    models = outermost_models(module).values()
+    version = str(getattr(sys.modules.get("transformers"), "__version__", ""))
+    return bool(models) and version.startswith(f"{PROVEN_WITH}.") and all(_type_of(m) in PROVEN for m in models)
+
+
+def _type_of(model: Any) -> str:
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    return str(getattr(config, "model_type", ""))
 
 
 def is_transformers_model(module: nn.Module) -> bool:
@@ -69,9 +89,8 @@ def transformers_plan(module: nn.Module) -> ShardingPlan:
 
 
 def _corrections(model: Any, published: Mapping[str, str]) -> dict[str, str]:
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     fixes: dict[str, str] = {}
-    for end, style in CORRECTIONS.get(getattr(config, "model_type", ""), {}).items():
+    for end, style in CORRECTIONS.get(_type_of(model), {}).items():
         names = {starred(name) for name, _ in model.named_modules()}
         names |= {starred(name) for name, _ in model.named_parameters()}
         fixes.update({name: style for name in names if name.endswith("." + end) or name == end})
