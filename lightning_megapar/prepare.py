@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_megapar.checkpoint.hugging_face import fill_module, plan_reading
+from lightning_megapar.checkpoint.hugging_face.reading import fill_module, plan_reading
 from lightning_megapar.config import ConfigError, Layout, ParallelConfig
 from lightning_megapar.data_parallel.parameters import (
     LogicalParameter,
@@ -31,15 +31,15 @@ from lightning_megapar.pipeline.cut import StageCut, StagePlan, plan_stages
 from lightning_megapar.pipeline.stages import blocks_of, largest_stacks, outside_of
 from lightning_megapar.pipeline.survey import Survey, survey_module
 from lightning_megapar.random_streams import RandomStreams, uses_dropout
-from lightning_megapar.sharding.alone import stand_alone
 from lightning_megapar.sharding.apply import shard_module
 from lightning_megapar.sharding.blueprint import Blueprint, record_blueprints
 from lightning_megapar.sharding.by_plan import apply_assignments
 from lightning_megapar.sharding.choice import PlanChoice, choose_plan, given_plan
+from lightning_megapar.sharding.chooser.alone import stand_alone
+from lightning_megapar.sharding.chooser.pricing import Pricing, given_cluster
+from lightning_megapar.sharding.chooser.trial import Run
 from lightning_megapar.sharding.initialise import initialise_by_name
 from lightning_megapar.sharding.plan import resolve
-from lightning_megapar.sharding.pricing import Pricing, given_cluster
-from lightning_megapar.sharding.trial import Run
 from lightning_megapar.shards import IndexedTensor
 
 
@@ -97,7 +97,7 @@ def prepare_module(
         convert: the precision plugin's ``convert_module``.
         runs: of the module's own step on a few samples, for the chooser of a sharding plan.
         load_from, load_except: files that values come from; see
-            :func:`~lightning_megapar.checkpoint.hugging_face.plan_reading`.
+            :func:`~lightning_megapar.checkpoint.hugging_face.reading.plan_reading`.
         trial: runs one step of the user on a module, to see what it uses before the cut.
         dtype: of matrix products, for prices.
 

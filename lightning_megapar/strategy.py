@@ -20,8 +20,8 @@ from lightning_megapar.averaging import average_shares, averaging_callbacks, def
 from lightning_megapar.batches import batch_size_of
 from lightning_megapar.carried_optimizers import OriginalParameters, carry_over
 from lightning_megapar.checkpoint import gather_full_state_dict, is_sharded_checkpoint, remove_sharded
-from lightning_megapar.checkpoint.hugging_face import LoadFrom, check_load_from
-from lightning_megapar.checkpoint.hugging_face_saving import find_blueprint, save_hugging_face
+from lightning_megapar.checkpoint.hugging_face.reading import LoadFrom, check_load_from
+from lightning_megapar.checkpoint.hugging_face.saving import find_blueprint, save_hugging_face
 from lightning_megapar.checkpoint.training import DataPosition, load_training, save_training
 from lightning_megapar.checkpoint.training_state import CURRENT, named_optimizer_state
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
@@ -40,10 +40,10 @@ from lightning_megapar.loaders import prepare_loader, same_on_all_ranks
 from lightning_megapar.mesh_strategy import MeshStrategy
 from lightning_megapar.prepare import PreparedModule, local_state, placed_state, prepare_module
 from lightning_megapar.random_streams import share_generators
-from lightning_megapar.sharding.alone import runs_of_step
 from lightning_megapar.sharding.choice import given_plan, print_plan
-from lightning_megapar.sharding.pricing import given_cluster
-from lightning_megapar.sharding.trial import Run
+from lightning_megapar.sharding.chooser.alone import runs_of_step
+from lightning_megapar.sharding.chooser.pricing import given_cluster
+from lightning_megapar.sharding.chooser.trial import Run
 from lightning_megapar.shards import is_value
 from lightning_megapar.stage_metrics import connect_metrics
 from lightning_megapar.step import StepContractError, Stepper, StepResult
@@ -638,7 +638,7 @@ class MegaParStrategy(MeshStrategy):
             directory: to make; it must not exist.
             module: dotted name of the model; ``None`` takes the only one.
             tokenizer_from, max_file_bytes: see
-                :func:`~lightning_megapar.checkpoint.hugging_face_saving.save_hugging_face`.
+                :func:`~lightning_megapar.checkpoint.hugging_face.saving.save_hugging_face`.
 
         Raises:
             CheckpointError: on every rank alike, with nothing left behind.

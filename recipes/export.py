@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def write_directory(checkpoint: dict[str, Any], options: argparse.Namespace) -> int:
     """Write the model's part of the weights as a Hugging Face directory; returns the size of its weight files."""
-    from lightning_megapar.checkpoint.hugging_face_saving import save_hugging_face_state
+    from lightning_megapar.checkpoint.hugging_face.saving import save_hugging_face_state
     from lightning_megapar.config import ConfigError
 
     try:

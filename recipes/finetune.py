@@ -122,7 +122,7 @@ def model_config(cfg: DictConfig) -> Any:
 
 def check(cfg: DictConfig, module: Finetune, plan: Any) -> None:
     """Refuse a model that the data or the layout does not fit; builds it without memory."""
-    from lightning_megapar.checkpoint.hugging_face import check_load_from
+    from lightning_megapar.checkpoint.hugging_face.reading import check_load_from
     from lightning_megapar.data import VOCAB_SIZE
     from lightning_megapar.prepare import check_module
 

@@ -11,14 +11,14 @@ from torch import nn
 
 from lightning_megapar.config import ConfigError, nearest_name
 from lightning_megapar.layers.base import ParallelLayer
-from lightning_megapar.sharding.alone import no_collectives
-from lightning_megapar.sharding.chooser import choose
+from lightning_megapar.sharding.chooser.alone import no_collectives
+from lightning_megapar.sharding.chooser.choose import choose
+from lightning_megapar.sharding.chooser.pricing import Pricing
+from lightning_megapar.sharding.chooser.trial import Run
 from lightning_megapar.sharding.names import BlockNames
 from lightning_megapar.sharding.plan import Assignment, ShardingPlan, resolve
-from lightning_megapar.sharding.pricing import Pricing
 from lightning_megapar.sharding.styles import is_linear
 from lightning_megapar.sharding.transformers_plan import plans_are_proven, transformers_plan
-from lightning_megapar.sharding.trial import Run
 from lightning_megapar.shards import own_shards
 
 WORTH_A_TRIAL = 0.02

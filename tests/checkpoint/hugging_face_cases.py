@@ -236,7 +236,7 @@ def store(tensors: dict[str, Tensor], directory: Path) -> None:
 
 def save_whole(module: Any, directory: Path, part: str | None = None) -> None:
     """Write a module that is whole in this one process."""
-    from lightning_megapar.checkpoint.hugging_face_saving import find_blueprint, save_hugging_face
+    from lightning_megapar.checkpoint.hugging_face.saving import find_blueprint, save_hugging_face
     from lightning_megapar.data_parallel.parameters import ModuleNames
     from lightning_megapar.prepare import local_state
     from lightning_megapar.sharding.blueprint import record_blueprints
@@ -314,7 +314,7 @@ def _local_bytes(tensor: Tensor) -> int:
 
 def filled(module: Any, load_from: Any, exceptions: Any = ()) -> Any:
     """Fill a whole module in this one process, as set-up does; returns it."""
-    from lightning_megapar.checkpoint.hugging_face import check_load_from, fill_module, plan_reading
+    from lightning_megapar.checkpoint.hugging_face.reading import check_load_from, fill_module, plan_reading
     from lightning_megapar.data_parallel.parameters import ModuleNames
     from lightning_megapar.prepare import local_state
     from lightning_megapar.sharding.blueprint import record_blueprints
@@ -338,7 +338,7 @@ def fill_with_one_truncated_file(config: Any, source: str) -> str:
     import torch.distributed as dist
 
     from lightning_megapar.checkpoint import CheckpointError
-    from lightning_megapar.checkpoint.hugging_face import check_load_from, fill_module, plan_reading
+    from lightning_megapar.checkpoint.hugging_face.reading import check_load_from, fill_module, plan_reading
     from lightning_megapar.data_parallel.parameters import ModuleNames
     from lightning_megapar.prepare import local_state
     from lightning_megapar.sharding.blueprint import record_blueprints

@@ -249,7 +249,7 @@ def test_a_tokenizer_and_everything_else_of_the_source_is_kept(pool: RankPool, t
 
 @pytest.mark.parametrize("name", ["llama_tied", "mixtral"])
 def test_a_state_that_is_whole_is_written_alike(tmp_path: Path, name: str) -> None:
-    from lightning_megapar.checkpoint.hugging_face_saving import save_hugging_face_state
+    from lightning_megapar.checkpoint.hugging_face.saving import save_hugging_face_state
 
     config = cases.config_of(name)
     model = cases.written(tmp_path / "in", config)

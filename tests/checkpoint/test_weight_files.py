@@ -14,10 +14,10 @@ from torch import Tensor
 pytest.importorskip("safetensors")
 
 from lightning_megapar.checkpoint import CheckpointError, weight_files
-from lightning_megapar.checkpoint.assembly import Assembly, NotMovedInBoxes
-from lightning_megapar.checkpoint.hugging_face import Reading
+from lightning_megapar.checkpoint.hugging_face.assembly import Assembly, NotMovedInBoxes
+from lightning_megapar.checkpoint.hugging_face.reading import Reading
+from lightning_megapar.checkpoint.hugging_face.weight_files import DTYPES, WeightFiles, read_header
 from lightning_megapar.checkpoint.pieces import Box
-from lightning_megapar.checkpoint.weight_files import DTYPES, WeightFiles, read_header
 
 MANY = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from lightning_megapar.planner import Cluster, Link, Ring
-from lightning_megapar.sharding.layout_graphs import column_row_pattern
-from lightning_megapar.sharding.layout_plan import LayoutPlan, evaluate
-from lightning_megapar.sharding.layouts import (
+from lightning_megapar.sharding.layouts.graphs import column_row_pattern
+from lightning_megapar.sharding.layouts.plans import LayoutPlan, evaluate
+from lightning_megapar.sharding.layouts.tensors import (
     Conversion,
     Conversions,
     Graph,

@@ -24,9 +24,9 @@ from lightning_megapar.layers.mlp import GeluMLP
 from lightning_megapar.planner import Cluster
 from lightning_megapar.planner.measure import measure_factors, measure_flops, measure_link, measure_memory_bandwidth
 from lightning_megapar.sharding import shard_module
-from lightning_megapar.sharding.layout_graphs import break_even_fan_in, column_row_pattern, mlp_graph
-from lightning_megapar.sharding.layout_plan import evaluate
-from lightning_megapar.sharding.layout_search import search
+from lightning_megapar.sharding.layouts.graphs import break_even_fan_in, column_row_pattern, mlp_graph
+from lightning_megapar.sharding.layouts.plans import evaluate
+from lightning_megapar.sharding.layouts.search import search
 
 HIDDEN, TOKENS, ROUNDS = 256, 256, 7
 

@@ -12,12 +12,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.sharding.alone import runs_of_step, stand_alone
 from lightning_megapar.sharding.by_plan import apply_assignments
 from lightning_megapar.sharding.choice import choose_plan
-from lightning_megapar.sharding.chooser import Choice, choose
+from lightning_megapar.sharding.chooser.alone import runs_of_step, stand_alone
+from lightning_megapar.sharding.chooser.choose import Choice, choose
+from lightning_megapar.sharding.chooser.trial import TrialRanks, _Meeting
 from lightning_megapar.sharding.plan import resolve
-from lightning_megapar.sharding.trial import TrialRanks, _Meeting
 
 WIDTH, HEADS, VOCABULARY = 16, 4, 32
 

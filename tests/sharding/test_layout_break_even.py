@@ -10,8 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from layout_oracles import A100, bare, pattern
 
-from lightning_megapar.sharding.layout_graphs import break_even_fan_in, linear_graph, mlp_graph, transformer_block_graph
-from lightning_megapar.sharding.layout_search import search
+from lightning_megapar.sharding.layouts.graphs import (
+    break_even_fan_in,
+    linear_graph,
+    mlp_graph,
+    transformer_block_graph,
+)
+from lightning_megapar.sharding.layouts.search import search
 
 
 def test_a_layer_that_is_too_small_stays_whole() -> None:

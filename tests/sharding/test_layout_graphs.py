@@ -7,17 +7,17 @@ from layout_oracles import A100, bare, pattern, replicated
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.planner import Cluster, Link
-from lightning_megapar.sharding.layout_graphs import (
+from lightning_megapar.sharding.layouts.graphs import (
     LinearEntry,
     column_row_pattern,
     linear_graph,
     mlp_graph,
     transformer_block_graph,
 )
-from lightning_megapar.sharding.layout_operations import GraphBuilder
-from lightning_megapar.sharding.layout_plan import evaluate
-from lightning_megapar.sharding.layout_search import search
-from lightning_megapar.sharding.layouts import C, H, P, R, S, TensorLayout
+from lightning_megapar.sharding.layouts.operations import GraphBuilder
+from lightning_megapar.sharding.layouts.plans import evaluate
+from lightning_megapar.sharding.layouts.search import search
+from lightning_megapar.sharding.layouts.tensors import C, H, P, R, S, TensorLayout
 
 # ---- what everybody does by hand is found ----
 

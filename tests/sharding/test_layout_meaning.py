@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megapar.planner import Cluster, Link, Ring
-from lightning_megapar.sharding.layout_operations import GraphBuilder
-from lightning_megapar.sharding.layouts import C, H, Operation, P, R, S, Strategy, TensorLayout, conversions
+from lightning_megapar.sharding.layouts.operations import GraphBuilder
+from lightning_megapar.sharding.layouts.tensors import C, H, Operation, P, R, S, Strategy, TensorLayout, conversions
 
 B, T, D, HEADS, V = 2, 12, 24, 12, 36
 RANKS = [2, 3]

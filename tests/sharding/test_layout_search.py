@@ -22,10 +22,10 @@ from layout_oracles import (
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.planner import Cluster, Link, Ring
-from lightning_megapar.sharding.layout_operations import GraphBuilder
-from lightning_megapar.sharding.layout_plan import Deliveries, LayoutPlan, evaluate
-from lightning_megapar.sharding.layout_search import search
-from lightning_megapar.sharding.layouts import (
+from lightning_megapar.sharding.layouts.operations import GraphBuilder
+from lightning_megapar.sharding.layouts.plans import Deliveries, LayoutPlan, evaluate
+from lightning_megapar.sharding.layouts.search import search
+from lightning_megapar.sharding.layouts.tensors import (
     C,
     Graph,
     H,

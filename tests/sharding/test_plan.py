@@ -12,9 +12,9 @@ from torch import nn
 from lightning_megapar.config import ConfigError
 from lightning_megapar.sharding.by_plan import apply_assignments
 from lightning_megapar.sharding.choice import choose_plan, given_plan, plan_rows
+from lightning_megapar.sharding.chooser.trial import TrialRanks, _Meeting, try_assignments
 from lightning_megapar.sharding.plan import ShardingPlan, Style, resolve
 from lightning_megapar.sharding.transformers_plan import transformers_plan
-from lightning_megapar.sharding.trial import TrialRanks, _Meeting, try_assignments
 from lightning_megapar.shards import own_shards
 
 ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.planner.cluster import Cluster, Link
-from lightning_megapar.sharding.chooser import choose
-from lightning_megapar.sharding.pricing import Pricing, given_cluster
+from lightning_megapar.sharding.chooser.choose import choose
+from lightning_megapar.sharding.chooser.pricing import Pricing, given_cluster
 
 
 def cluster(bandwidth: float, latency: float = 1e-6) -> Cluster:

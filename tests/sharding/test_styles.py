@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from zoo import architectures as zoo
 
+from lightning_megapar.sharding.chooser.trial import Verdict, perturb, try_assignments
 from lightning_megapar.sharding.plan import STYLES, ShardingPlan, resolve
-from lightning_megapar.sharding.trial import Verdict, perturb, try_assignments
 
 
 def verdict(module: nn.Module, plan: dict[str, str], x: Tensor, size: int = 2, **options: Any) -> Verdict:

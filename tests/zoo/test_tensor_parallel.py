@@ -14,10 +14,10 @@ from zoo import architectures as zoo
 from lightning_megapar.config import ConfigError
 from lightning_megapar.sharding.by_plan import apply_assignments
 from lightning_megapar.sharding.choice import plan_rows
-from lightning_megapar.sharding.chooser import Choice, choose
+from lightning_megapar.sharding.chooser.choose import Choice, choose
+from lightning_megapar.sharding.chooser.trial import TrialRanks, _Meeting, try_assignments
 from lightning_megapar.sharding.plan import ShardingPlan, resolve
 from lightning_megapar.sharding.transformers_plan import transformers_plan
-from lightning_megapar.sharding.trial import TrialRanks, _Meeting, try_assignments
 
 LITTLE_CUT = {"mamba": 0.4, "xlm": 0.5, "rwkv": 0.3, "zamba2": 0.3, "recurrent_gemma": 0.5, "cpmant": 0.8, "jamba": 0.5}
 """Least share of the parameters that is cut; 0.8 for the others. Weights that are read without calling their module, as

@@ -24,9 +24,9 @@ from lightning_megapar.checkpoint.commit import new_uid, sibling
 from lightning_megapar.checkpoint.errors import CheckpointError
 from lightning_megapar.checkpoint.file_system import FileSystem
 from lightning_megapar.checkpoint.full import gather_full_state_dict
-from lightning_megapar.checkpoint.hugging_face_names import Conversion, loading_rules, names_for_writing
+from lightning_megapar.checkpoint.hugging_face.names import Conversion, loading_rules, names_for_writing
+from lightning_megapar.checkpoint.hugging_face.weight_files import INDEX, SINGLE
 from lightning_megapar.checkpoint.ranks import OneRank, Ranks, ranks_of
-from lightning_megapar.checkpoint.weight_files import INDEX, SINGLE
 from lightning_megapar.config import ConfigError
 from lightning_megapar.sharding.blueprint import Blueprint, blueprint_at
 from lightning_megapar.shards import Value, is_value

@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megapar.checkpoint.assembly import Assembly, Part
 from lightning_megapar.checkpoint.errors import CheckpointError
-from lightning_megapar.checkpoint.hugging_face_names import (
+from lightning_megapar.checkpoint.hugging_face.assembly import Assembly, Part
+from lightning_megapar.checkpoint.hugging_face.names import (
     Conversion,
     NameMap,
     ignored_on_load,
     names_for_reading,
     plain_names,
 )
+from lightning_megapar.checkpoint.hugging_face.weight_files import WeightFiles
 from lightning_megapar.checkpoint.pieces import Box, local_pieces, local_tensor
 from lightning_megapar.checkpoint.ranks import ranks_of
-from lightning_megapar.checkpoint.weight_files import WeightFiles
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.parameters import ModuleNames
 from lightning_megapar.sharding.blueprint import Blueprint, blueprint_at

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megapar.checkpoint.assembly import Assembly, NotMovedInBoxes
-from lightning_megapar.checkpoint.weight_files import FileTensor
+from lightning_megapar.checkpoint.hugging_face.assembly import Assembly, NotMovedInBoxes
+from lightning_megapar.checkpoint.hugging_face.weight_files import FileTensor
 from lightning_megapar.config import ConfigError
 
 TESTED = "5.24"

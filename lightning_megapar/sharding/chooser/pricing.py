@@ -1,7 +1,7 @@
 """Which of a layer group's layouts is cheapest on a given cluster: compute and collectives in seconds.
 
 Turns what a :class:`~lightning_megapar.sharding.survey.Survey` saw into a graph for
-:func:`~lightning_megapar.sharding.layout_search.search` and the answer back into a plan's words.
+:func:`~lightning_megapar.sharding.layouts.search.search` and the answer back into a plan's words.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.planner.cluster import Cluster
-from lightning_megapar.sharding.layout_graphs import LinearEntry, column_row_pattern, linear_graph
-from lightning_megapar.sharding.layout_plan import LayoutPlan, evaluate
-from lightning_megapar.sharding.layout_search import search
-from lightning_megapar.sharding.layouts import Graph, TensorLayout
+from lightning_megapar.sharding.layouts.graphs import LinearEntry, column_row_pattern, linear_graph
+from lightning_megapar.sharding.layouts.plans import LayoutPlan, evaluate
+from lightning_megapar.sharding.layouts.search import search
+from lightning_megapar.sharding.layouts.tensors import Graph, TensorLayout
 
 Shape = tuple[int, ...]
 

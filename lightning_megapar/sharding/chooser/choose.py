@@ -1,7 +1,7 @@
 """The automatic chooser: finds a sharding plan for a module that has none, and proves it.
 
-A plan is used first, the chooser for what it leaves. Layouts are hypotheses (:mod:`~lightning_megapar.sharding
-.hypotheses`), tried in one process that plays all tensor ranks at the actual size, on a copy with perturbed weights,
+A plan is used first, the chooser for what it leaves. Layouts are hypotheses
+(:mod:`~lightning_megapar.sharding.chooser.hypotheses`), tried in one process that plays all tensor ranks at the actual size, on a copy with perturbed weights,
 judged by every gradient; the plan as a whole is judged again on a batch of another shape that chose nothing. What no
 hypothesis fits stays whole on every rank, which is always right.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.parameters import ModuleNames
-from lightning_megapar.sharding.hypotheses import (
+from lightning_megapar.sharding.chooser.hypotheses import (
     Hypothesis,
     by_price,
     expert_modules,
@@ -27,12 +27,12 @@ from lightning_megapar.sharding.hypotheses import (
     of_pair,
     owner_of,
 )
+from lightning_megapar.sharding.chooser.pricing import Price, Pricing
+from lightning_megapar.sharding.chooser.survey import Pair, Survey, survey
+from lightning_megapar.sharding.chooser.trial import Run, Verdict, gradients_of, perturb, try_assignments
 from lightning_megapar.sharding.names import BlockNames
 from lightning_megapar.sharding.plan import Assignment, Rule, ShardingPlan, Style, resolve
-from lightning_megapar.sharding.pricing import Price, Pricing
 from lightning_megapar.sharding.styles import is_linear, widths
-from lightning_megapar.sharding.survey import Pair, Survey, survey
-from lightning_megapar.sharding.trial import Run, Verdict, gradients_of, perturb, try_assignments
 
 TOLERANCE = 1e-4
 """Largest difference of a gradient over its largest magnitude, in float32; a wrong layout is off by 1e-2 to 1."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from lightning_megapar.config import ConfigError, nearest_name
 from lightning_megapar.planner.cluster import Cluster
-from lightning_megapar.sharding.layout_operations import GraphBuilder
-from lightning_megapar.sharding.layouts import C, Graph, H, Operation, R, TensorLayout
+from lightning_megapar.sharding.layouts.operations import GraphBuilder
+from lightning_megapar.sharding.layouts.tensors import C, Graph, H, Operation, R, TensorLayout
 
 NONLINEARITIES = ("elementwise", "norm", "norm_elementwise", "attention")
 
@@ -68,7 +68,7 @@ def linear_graph(
     Args:
         entries: :class:`LinearEntry`, or tuples of its fields.
         seq, batch, dtype, cluster, tensor_size, sequence_sharding, training, microbatches: as
-            :class:`~lightning_megapar.sharding.layout_operations.GraphBuilder`.
+            :class:`~lightning_megapar.sharding.layouts.operations.GraphBuilder`.
         heads, kv_heads: of ``"attention"``; ``kv_heads`` defaults to ``heads``.
         causal: of ``"attention"``.
         output: what is added to give the output, such as ``("input", "o", "down")``. By default everything that no
@@ -240,7 +240,7 @@ def column_row_pattern(graph: Graph) -> dict[str, str]:
     """Megatron-LM's fixed rule as strategies: column first, row where the input is split, whole heads, vocabulary.
 
     What it cannot split stays replicated. Operation name -> strategy name, for
-    :func:`lightning_megapar.sharding.layout_plan.evaluate`.
+    :func:`lightning_megapar.sharding.layouts.plans.evaluate`.
     """
     written = {value.name: layout for value, layout in graph.sources}
     result: dict[str, str] = {}

@@ -2,8 +2,8 @@
 
 Widths never tell how a fused weight is ordered: ``[q | k | v]`` (GPT-2), one ``q k v`` after the other per head (BLOOM,
 GPT-NeoX), queries and one key and value (GPTBigCode), ``[gate | up]`` (GLM) and gate and up in turn (GPT-OSS) all have
-the same shapes, and a wrong one runs. So each is only a hypothesis; :mod:`~lightning_megapar.sharding.chooser` keeps
-the first that leaves every gradient exact.
+the same shapes, and a wrong one runs. So each is only a hypothesis; :mod:`~lightning_megapar.sharding.chooser.choose`
+keeps the first that leaves every gradient exact.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 from torch import nn
 
 from lightning_megapar.layers.base import ParallelLayer
+from lightning_megapar.sharding.chooser.pricing import Price
+from lightning_megapar.sharding.chooser.survey import Pair, Survey, parent_of
 from lightning_megapar.sharding.names import BlockNames
-from lightning_megapar.sharding.pricing import Price
 from lightning_megapar.sharding.styles import is_linear, widths
-from lightning_megapar.sharding.survey import Pair, Survey, parent_of
 
 _HEAD_COUNT, _NO_COUNT = re.compile("head"), re.compile("dim|size|scal|group|mask|prune|idx|index")
 _HEAD_WIDTHS = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head", "kv_channels")

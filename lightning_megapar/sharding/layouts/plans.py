@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.sharding.layouts import (
+from lightning_megapar.sharding.layouts.tensors import (
     INFINITY,
     Conversion,
     Conversions,

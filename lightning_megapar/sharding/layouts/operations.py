@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lightning_megapar.config import ConfigError, Layout
 from lightning_megapar.planner.cluster import ELEMENT_BYTES, Cluster, Link, Ring, dtype_name
-from lightning_megapar.sharding.layouts import (
+from lightning_megapar.sharding.layouts.tensors import (
     C,
     Conversions,
     Graph,

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Literal
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.sharding.layout_plan import Deliveries, LayoutPlan, assemble, deliveries_of, evaluate
-from lightning_megapar.sharding.layouts import INFINITY, Graph, Strategy, TensorLayout
+from lightning_megapar.sharding.layouts.plans import Deliveries, LayoutPlan, assemble, deliveries_of, evaluate
+from lightning_megapar.sharding.layouts.tensors import INFINITY, Graph, Strategy, TensorLayout
 
 Method = Literal["auto", "chain", "milp"]
 TIE = 1e-9
@@ -38,7 +38,7 @@ def search(
         alternatives: also say what every other strategy of every operation would lead to. On a chain that is free;
             otherwise one more programme is solved for each.
         prefer: operation name -> strategy name: taken when nothing is cheaper, such as
-            :func:`lightning_megapar.sharding.layout_graphs.column_row_pattern`.
+            :func:`lightning_megapar.sharding.layouts.graphs.column_row_pattern`.
         parameter_bytes: what the weights may take on one rank, kept to six digits; unlimited by default. A limit makes
             a chain a programme as well.
 

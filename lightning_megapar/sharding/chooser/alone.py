@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megapar.batches import split_batch
 from lightning_megapar.sharding.blueprint import record_blueprints
+from lightning_megapar.sharding.chooser.trial import Run
 from lightning_megapar.sharding.initialise import initialise_by_name
-from lightning_megapar.sharding.trial import Run
 
 _COLLECTIVES = (
     "all_reduce",
