@@ -13,7 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("safetensors")
 
-from lightning_megapar.checkpoint import CheckpointError, weight_files
+from lightning_megapar.checkpoint import CheckpointError
+from lightning_megapar.checkpoint.hugging_face import weight_files
 from lightning_megapar.checkpoint.hugging_face.assembly import Assembly, NotMovedInBoxes
 from lightning_megapar.checkpoint.hugging_face.reading import Reading
 from lightning_megapar.checkpoint.hugging_face.weight_files import DTYPES, WeightFiles, read_header

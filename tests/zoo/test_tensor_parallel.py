@@ -13,11 +13,11 @@ from zoo import architectures as zoo
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.sharding.by_plan import apply_assignments
-from lightning_megapar.sharding.choice import plan_rows
+from lightning_megapar.sharding.choice import choose_plan, plan_rows
 from lightning_megapar.sharding.chooser.choose import Choice, choose
 from lightning_megapar.sharding.chooser.trial import TrialRanks, _Meeting, try_assignments
 from lightning_megapar.sharding.plan import ShardingPlan, resolve
-from lightning_megapar.sharding.transformers_plan import transformers_plan
+from lightning_megapar.sharding.transformers_plan import PROVEN, PROVEN_WITH, _type_of, transformers_plan
 
 LITTLE_CUT = {"mamba": 0.4, "xlm": 0.5, "rwkv": 0.3, "zamba2": 0.3, "recurrent_gemma": 0.5, "cpmant": 0.8, "jamba": 0.5}
 """Least share of the parameters that is cut; 0.8 for the others. Weights that are read without calling their module, as
@@ -82,6 +82,43 @@ def test_a_module_that_cannot_run_by_itself_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"Linear cannot be run by itself.*needs a trainer"):
         choose(nn.Linear(4, 4), 2, [broken])
+
+
+@pytest.mark.slow
+def test_the_plans_that_are_used_without_a_trial_are_exact() -> None:
+    import transformers
+
+    if not transformers.__version__.startswith(f"{PROVEN_WITH}."):
+        pytest.skip(f"the table is of transformers {PROVEN_WITH}")
+    seen = set()
+    ids = zoo.tokens()
+    for architecture in zoo.architectures().values():
+        try:
+            model = zoo.build(architecture)
+        except zoo.CannotRunAlone:
+            continue
+        kind = _type_of(model)
+        if kind in PROVEN:
+            assignments = resolve(transformers_plan(model), model, strict=False)
+            verdict = try_assignments(model, assignments, 2, lambda module: zoo.loss_of(module, ids))
+            assert verdict.exact(1e-4), (architecture, verdict)
+            seen.add(kind)
+    assert seen == PROVEN
+
+
+def test_a_proven_plan_is_used_as_it_is_unless_it_leaves_much() -> None:
+    def asked(name: str) -> list[str]:
+        model = zoo.build(zoo.architectures()[name])
+        calls = []
+        no_samples = lambda module: calls.append(name)  # noqa: E731
+        choice = choose_plan(
+            model, "auto", 2, runs=no_samples, alone=copy.deepcopy, share=lambda value: value, is_first=True
+        )
+        assert choice.assignments
+        return calls
+
+    assert asked("llama") == [] and asked("mixtral") == []
+    assert asked("gpt_oss") == ["gpt_oss"]  # its plan leaves the experts
 
 
 @pytest.mark.slow

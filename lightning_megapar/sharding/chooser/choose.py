@@ -1,9 +1,9 @@
 """The automatic chooser: finds a sharding plan for a module that has none, and proves it.
 
 A plan is used first, the chooser for what it leaves. Layouts are hypotheses
-(:mod:`~lightning_megapar.sharding.chooser.hypotheses`), tried in one process that plays all tensor ranks at the actual size, on a copy with perturbed weights,
-judged by every gradient; the plan as a whole is judged again on a batch of another shape that chose nothing. What no
-hypothesis fits stays whole on every rank, which is always right.
+(:mod:`~lightning_megapar.sharding.chooser.hypotheses`), tried in one process that plays all tensor ranks at the actual
+size, on a copy with perturbed weights, judged by every gradient; the plan as a whole is judged again on a batch of
+another shape that chose nothing. What no hypothesis fits stays whole on every rank, which is always right.
 """
 
 from __future__ import annotations
