@@ -141,6 +141,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 def test_layers_made_on_the_meta_device_come_back_real(scripts: CaseServer) -> None:
     found = {}
     for layout in ("pp2", "tp2", "dp2"):
