@@ -39,7 +39,7 @@ def defer_copies(callbacks: Iterable[Any], module: nn.Module, context: Callable[
         context: in which layers are to be made (the callback's ``setup`` calls ``configure_model``).
     """
     for callback in callbacks:
-        if "setup" not in vars(callback):
+        if isinstance(vars(callback).get("setup"), _Setup | None):  # one may be left from a run that failed early
             callback.setup = _Setup(callback, module, context)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,6 +21,11 @@ PLAIN = "plain"
 SIZES = {"tp2": "tensor_parallel_size", "pp2": "pipeline_parallel_size", "dp2": "data_parallel_size"}
 GLOBAL_BATCH = 8
 BOTH = ("pp2", "tp2")
+
+
+def slow(*values: Any) -> Any:
+    """Parameters of a case that the default run leaves out: a close one is in it."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def options(layout: str) -> dict[str, Any]:

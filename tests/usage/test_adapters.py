@@ -7,7 +7,7 @@ from typing import Any
 import everyday
 import pytest
 import torch
-from everyday import BOTH, Block, Net
+from everyday import BOTH, Block, Net, slow
 from pool import RankPool
 from torch import Tensor, nn
 
@@ -110,7 +110,7 @@ class InputOnly(Net):
 @pytest.mark.parametrize("layout", BOTH)
 @pytest.mark.parametrize(
     "module",
-    [Adapters, ShardedAdapters, Filtered, FirstFrozen, LastFrozen, HeadOnly, InputOnly],
+    [slow(Adapters), ShardedAdapters, Filtered, FirstFrozen, slow(LastFrozen), HeadOnly, slow(InputOnly)],
     ids=lambda m: m.__name__,
 )
 def test_frozen_and_adapted(pool: RankPool, layout: str, module: type[Net]) -> None:
@@ -175,7 +175,9 @@ class CompiledPlain(CompiledAot):
 
 
 @pytest.mark.parametrize("layout", BOTH)
-@pytest.mark.parametrize("module", [Compiled, CompiledAot, CompiledInPlace, CompiledPlain], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [slow(Compiled), CompiledAot, slow(CompiledInPlace), slow(CompiledPlain)], ids=lambda m: m.__name__
+)
 def test_compiled_blocks(pool: RankPool, layout: str, module: type[Net]) -> None:
     expected = everyday.compare(pool, everyday.fit, layout, module, max_epochs=1, validate=True)
     assert any("_orig_mod" in n for n in expected["of_rank_0"]["weights"]) == (module is not CompiledInPlace)

@@ -8,12 +8,12 @@ from typing import Any
 import everyday
 import pytest
 import torch
-from everyday import Net
+from everyday import Net, slow
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from pool import RankError, RankPool
 from torch import Tensor, nn
 
-LAYOUTS = ("pp2", "tp2", "dp2_pp2", "dp2_tp2", "dp2_zero1")
+LAYOUTS = ("pp2", "tp2", slow("dp2_pp2"), slow("dp2_tp2"), slow("dp2_zero1"))
 
 
 class Normed(Net):
@@ -147,7 +147,7 @@ def twice(layout: str, module: str) -> dict[str, Any]:
     return {"validations": [w.validations for w in watches], "of_rank_0": {"weights": weights}}
 
 
-@pytest.mark.parametrize(("layout", "module"), [("pp2", "Lazy"), ("tp2", "Lazy"), ("pp2", "Normed")])
+@pytest.mark.parametrize(("layout", "module"), [("pp2", "Lazy"), slow("tp2", "Lazy"), slow("pp2", "Normed")])
 def test_lazy_layers_and_a_second_trainer(pool: RankPool, layout: str, module: str) -> None:
     everyday.compare(pool, twice, layout, module, tolerance=1e-7 if module == "Normed" else 1e-9)
 

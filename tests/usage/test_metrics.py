@@ -7,13 +7,11 @@ from typing import Any
 import everyday
 import pytest
 import torch
-from everyday import Net
+from everyday import Net, slow
 from pool import RankPool
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
-
-LAYOUTS = ("dp2", "tp2", "pp2", "dp2_pp2", "dp2_tp2")
 
 
 class Metrics(Net):
@@ -74,7 +72,7 @@ def metrics(layout: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [slow("dp2"), "tp2", "pp2", "dp2_pp2", "dp2_tp2"])
 def test_metric_objects(pool: RankPool, layout: str) -> None:
     expected = everyday.compare(pool, metrics, layout, tolerance=1e-6)  # their states are float32
     assert int(expected["matrices"][0].sum()) == 16  # every sample once
@@ -123,7 +121,7 @@ def sums(layout: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", slow("dp2_pp2"), slow("dp2_tp2")])
 def test_sums_count_each_sample_once(pool: RankPool, layout: str) -> None:
     expected = everyday.compare(pool, sums, layout)
     last = expected["validations"][-1][1]
@@ -154,7 +152,7 @@ def manual_sums(layout: str) -> dict[str, Any]:
     return everyday.fit(layout, Manual, loggers=1, log_every_n_steps=1)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp2_tp2"])
+@pytest.mark.parametrize("layout", ["tp2", slow("dp2_tp2")])
 def test_sums_under_manual_optimization(pool: RankPool, layout: str) -> None:
     expected = everyday.compare(pool, manual_sums, layout)
     assert expected["batches"][-1]["samples_step"] == 8.0

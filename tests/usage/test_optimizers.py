@@ -7,8 +7,8 @@ from typing import Any
 import everyday
 import pytest
 import torch
-from everyday import BOTH, Net
-from pool import RankPool
+from everyday import BOTH, Net, slow
+from pool import RankError, RankPool
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -62,7 +62,7 @@ class Early(Net):
 
 
 @pytest.mark.parametrize("layout", BOTH)
-@pytest.mark.parametrize("module", [Groups, SgdGroups, NamedParameters, Early], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [Groups, slow(SgdGroups), NamedParameters, Early], ids=lambda m: m.__name__)
 def test_groups_by_name(pool: RankPool, layout: str, module: type[Net]) -> None:
     expected = everyday.compare(pool, everyday.fit, layout, module, gradient_clip_val=0.3)
     if module is Groups:
@@ -101,6 +101,28 @@ def test_groups_that_a_stage_lacks_are_named_saved_and_resumed(pool: RankPool, t
     root = str(tmp_path / layout)
     results = pool.run(monitored_rates, everyday.world(layout), layout, root, True, mode="trainer")
     everyday.agree(results, expected)
+
+
+class Foreign(Net):
+    """Optimizes a tensor that the module does not own."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
+
+
+class Stepped(Early):
+    """Has stepped its early optimizer before the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss((torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))).backward()
+        self.early.step()
+
+
+@pytest.mark.parametrize("module", [Foreign, Stepped], ids=lambda m: m.__name__)
+def test_optimizers_that_cannot_be_carried_over(pool: RankPool, module: type[Net]) -> None:
+    with pytest.raises(RankError, match=r"tensors that are not the module's parameters .or that it had stepped"):
+        pool.run(everyday.fit, 2, "pp2", module, mode="trainer", timeout=60)
 
 
 class Plateau(Net):
@@ -149,11 +171,9 @@ class Warm(Net):
         scheduler.step()
 
 
-@pytest.mark.parametrize("layout", [*BOTH, "dp2_pp2"])
+@pytest.mark.parametrize("layout", [*BOTH, slow("dp2_pp2")])
 @pytest.mark.parametrize("module", [Plateau, PlateauOfSteps, Warm], ids=lambda m: m.__name__)
 def test_schedulers(pool: RankPool, layout: str, module: type[Net]) -> None:
-    if layout == "dp2_pp2" and module is Warm:
-        pytest.skip("no metric involved")
     expected = everyday.compare(pool, everyday.fit, layout, module, validate=True, max_epochs=4)
     assert len({tuple(r) for r in expected["rates"]}) >= 2
 
@@ -187,32 +207,15 @@ class Manual(Net):
         return [body, head], [lr_scheduler.StepLR(o, 1, 0.5) for o in (body, head)]
 
 
-class ManualNorm(Manual):
-    """Clips with torch's own function over all parameters, sharded and replicated ones."""
+class GivesLoss(Manual):
+    """Its step returns something for a callback to see."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
-        optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
-
-
-def manual(layout: str, module: type[Net]) -> dict[str, Any]:
-    result = everyday.fit(layout, module)
-    return {**result, "losses": []}  # outputs of a manual step are None
-
-
-class WatchlessManual(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
         return {"loss": torch.zeros(())}
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp2_tp2"])
+@pytest.mark.parametrize("layout", ["tp2", slow("dp2_tp2")])
 def test_manual_optimization(pool: RankPool, layout: str) -> None:
-    expected = everyday.compare(pool, everyday.fit, layout, WatchlessManual)
+    expected = everyday.compare(pool, everyday.fit, layout, GivesLoss)
     assert len(expected["of_rank_0"]["gradients"]) == 8  # two optimizers, two steps an epoch, two epochs

@@ -11,7 +11,7 @@ from typing import Any
 import everyday
 import pytest
 import torch
-from everyday import BOTH, Block, Net
+from everyday import BOTH, Block, Net, slow
 from pool import RankPool
 from strategy.hostile import differences
 from torch import nn
@@ -189,7 +189,9 @@ if trainer.is_global_zero:
 
 
 @pytest.mark.parametrize(
-    "order", [("pytorch_lightning", "lightning_megapar"), ("lightning_megapar", "pytorch_lightning")], ids="-".join
+    "order",
+    [slow(("pytorch_lightning", "lightning_megapar")), ("lightning_megapar", "pytorch_lightning")],
+    ids="-".join,
 )
 def test_by_name_in_a_script_whichever_is_imported_first(tmp_path: Path, order: tuple[str, str]) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
