@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Degree = int | Literal["auto"]
 ScheduleName = Literal["gpipe", "1f1b"]
@@ -132,6 +132,12 @@ class ParallelConfig:
             takes the one with the most parameters.
         pipeline_stack: the same under its older name; afterwards equal to ``pipeline_blocks``.
         pipeline_split: blocks per stage, e.g. ``(3, 5)``; ``None`` balances by parameter count.
+        sharding_plan: how layers that are not from ``lightning_megapar.layers`` are cut over the tensor ranks:
+            ``"auto"`` (the module's own plan, else the one that transformers publishes), ``"off"``, a mapping of
+            module-name patterns to styles, or the path of a YAML file with one.
+        cluster: description of devices and links (a mapping, or the path of a YAML file; see
+            :class:`~lightning_megapar.planner.cluster.Cluster`), by which the chooser of a sharding plan takes the
+            cheapest layout; ``None`` cuts whatever can be cut.
 
     Raises:
         ConfigError: on any value outside its range, naming the setting, the value and the nearest valid ones.
@@ -149,6 +155,8 @@ class ParallelConfig:
     pipeline_blocks: str | None = None
     pipeline_stack: str | None = None
     pipeline_split: tuple[int, ...] | None = None
+    sharding_plan: Any = "auto"
+    cluster: Any = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -26,25 +26,37 @@ _LOOPS = {
 }
 
 
+def step_name(trainer: Any) -> str:
+    """Name of the module's method that the coming run calls for each batch."""
+    return _LOOPS[trainer.state.fn][1]
+
+
 class _CannotPeek(Exception):
     pass
 
 
-def _samples(loader: Any, pieces: int) -> Any:
+def _samples(loader: Any, pieces: int, limit: int | None) -> Any:
     """As many samples as a microbatch has, without touching the loader's sampler, workers or position."""
+    if not isinstance(loader, DataLoader) and hasattr(loader, "__getitem__") and not hasattr(loader, "__next__"):
+        return loader[0]  # batches in a list
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise _CannotPeek
     if loader.batch_size is None and loader.batch_sampler is None:
         return loader.collate_fn(loader.dataset[0])
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or pieces
-    count = min(max(1, size // pieces), len(loader.dataset))  # type: ignore[arg-type]
+    count = min(max(1, size // pieces), limit or size, len(loader.dataset))  # type: ignore[arg-type]
     return loader.collate_fn([loader.dataset[index] for index in range(count)])
 
 
-def peek(trainer: Any, pieces: int) -> Any:
+def peek(trainer: Any, pieces: int, limit: int | None = None) -> Any:
     """A microbatch of the run that is about to start, on the CPU; ``None`` where none can be had without side effects.
 
     Loaders of a hook are made once more (with the random generators kept), as Lightning does when it reloads them.
+
+    Args:
+        trainer: whose run it is.
+        pieces: microbatches of a batch.
+        limit: samples at most.
     """
     loop, _ = _LOOPS[trainer.state.fn]
     with generators_kept(), suppress(Exception):
@@ -54,10 +66,19 @@ def peek(trainer: Any, pieces: int) -> Any:
             loaders = loaders.iterables
         if trainer.state.fn != TrainerFn.FITTING and isinstance(loaders, (list, tuple)):
             loaders = loaders[0]
-        batch = tree_map(lambda loader: _samples(loader, pieces), loaders)
+        batch = tree_map(lambda loader: _samples(loader, pieces, limit), loaders, is_leaf=_is_loader)
         batch = trainer.lightning_module._apply_batch_transfer_handler(batch, device=torch.device("cpu"))
         return trainer.strategy.precision_plugin.convert_input(split_batch(batch, 1)[0][0])
     return None
+
+
+def _is_loader(node: Any) -> bool:
+    """Whether a node of a nest of loaders is one: also a list of batches, which is a nest itself."""
+    if isinstance(node, dict):
+        return False
+    if isinstance(node, (list, tuple)):
+        return not any(isinstance(one, DataLoader) for one in node)
+    return True
 
 
 def trial_of(trainer: Any, pieces: int) -> Trial | None:

@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from lightning_megapar.config import ConfigError
+from lightning_megapar.data_parallel.parameters import LogicalParameter
 from lightning_megapar.prepare import PreparedModule
+from lightning_megapar.trees import in_any_tree
 
 
 def why_split(prepared: PreparedModule) -> str | None:
@@ -19,9 +22,13 @@ def why_split(prepared: PreparedModule) -> str | None:
         return f"pipeline_parallel_size={prepared.layout.pipeline}"
     if prepared.zero is not None:
         return "zero_stage=1"
-    if any(isinstance(record.parameter, DTensor) for record in prepared.parameters):
+    if any(_is_piece(record) for record in prepared.parameters):
         return f"tensor_parallel_size={prepared.layout.tensor}"
     return None
+
+
+def _is_piece(record: LogicalParameter) -> bool:
+    return record.shard is not None or isinstance(record.parameter, DTensor)
 
 
 def refuse_callbacks(callbacks: Iterable[Any], prepared: PreparedModule) -> None:
@@ -30,16 +37,11 @@ def refuse_callbacks(callbacks: Iterable[Any], prepared: PreparedModule) -> None
     Raises:
         ConfigError: naming the callback and the setting.
     """
-    from lightning.pytorch.callbacks import (
-        BaseFinetuning,
-        OnExceptionCheckpoint,
-        StochasticWeightAveraging,
-        WeightAveraging,
-    )
-
     setting = why_split(prepared)
     for callback in callbacks if prepared.layout.world_size > 1 else ():
-        if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
+        if isinstance(callback, in_any_tree("callbacks", "OnExceptionCheckpoint")) or getattr(
+            callback, "save_on_exception", False
+        ):
             raise ConfigError(
                 f"{type(callback).__name__} saves when a rank fails, but a checkpoint needs all "
                 f"{prepared.layout.world_size} ranks; use ModelCheckpoint(every_n_train_steps=...) without "
@@ -49,12 +51,13 @@ def refuse_callbacks(callbacks: Iterable[Any], prepared: PreparedModule) -> None
         return
     for callback in callbacks:
         name = type(callback).__name__
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+        if isinstance(callback, in_any_tree("callbacks", "StochasticWeightAveraging")):
             raise ConfigError(
                 f"{name} averages copies of the whole module, of which a rank holds only a part under {setting}; "
-                "use data parallelism with zero_stage=0, or remove the callback"
+                "use Lightning's WeightAveraging or EMAWeightAveraging, which work on parts, or zero_stage=0 on data "
+                "ranks only"
             )
-        if isinstance(callback, BaseFinetuning) and not setting.startswith("pipeline"):
+        if isinstance(callback, in_any_tree("callbacks", "BaseFinetuning")) and not setting.startswith("pipeline"):
             raise ConfigError(
                 f"{name} compares parameters with those in the optimizer, which are sharded under {setting}; give all "
                 "parameters to the optimizer and switch requires_grad in a callback of your own, with zero_stage=0"
@@ -68,7 +71,7 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], prepared: Pre
         ConfigError: naming the optimizer and the setting.
     """
     setting = why_split(prepared)
-    sharded = any(isinstance(record.parameter, DTensor) for record in prepared.parameters)
+    sharded = any(_is_piece(record) for record in prepared.parameters)
     for optimizer in optimizers:
         if sharded and isinstance(optimizer, torch.optim.Adafactor):
             raise ConfigError(
@@ -83,20 +86,47 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], prepared: Pre
 
 
 @contextmanager
-def explained_optimizers(prepared: PreparedModule) -> Iterator[None]:
-    """Say what to do when a stage has nothing for an optimizer.
+def optimizers_may_be_empty(prepared: PreparedModule) -> Iterator[None]:
+    """While active, an optimizer without parameters is one with an empty group, where another stage has its parameters.
 
-    Raises:
-        ConfigError: in place of torch's ``ValueError`` for an empty parameter list.
+    An adapter or a head that is trained alone lives on some stages only; the user's ``configure_optimizers`` runs on
+    all of them.
     """
+    if prepared.cut is None:
+        yield
+        return
+    kept = torch.optim.Optimizer.__init__
+
+    def init(optimizer: torch.optim.Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+        given = params if isinstance(params, torch.Tensor) else list(params)
+        kept(optimizer, given if isinstance(given, torch.Tensor) or given else [{"params": []}], defaults)
+
+    torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
     try:
         yield
-    except ValueError as error:
-        if prepared.cut is None or "empty parameter list" not in str(error):
-            raise
+    finally:
+        torch.optim.Optimizer.__init__ = kept  # type: ignore[method-assign]
+
+
+def refuse_empty_optimizers(optimizers: Iterable[torch.optim.Optimizer], prepared: PreparedModule) -> None:
+    """Refuse optimizers that have no parameter on any stage. Collective over all ranks of a pipeline.
+
+    Raises:
+        ConfigError: the same on every rank.
+    """
+    if prepared.cut is None:
+        return
+    counts = [sum(len(group["params"]) for group in optimizer.param_groups) for optimizer in optimizers]
+    everyone: list[Any] = [None] * prepared.layout.world_size
+    dist.all_gather_object(everyone, counts)
+    if len({len(one) for one in everyone}) > 1:
         raise ConfigError(
-            f"configure_optimizers found no parameter for an optimizer on the pipeline stage with blocks "
-            f"{prepared.cut.start} to {prepared.cut.stop - 1}: under pipeline_parallel_size={prepared.layout.pipeline} "
-            "every optimizer needs one on every stage. Give it all parameters (frozen ones have no gradient and are "
-            "left alone), or train this part of the module with pipeline_parallel_size=1"
-        ) from error
+            f"configure_optimizers returned {' and '.join(sorted({str(len(one)) for one in everyone}))} optimizers on "
+            "different ranks; return the same ones on every pipeline stage (a stage may have no parameter for one)"
+        )
+    empty = [index for index, over_ranks in enumerate(zip(*everyone)) if not any(over_ranks)]
+    if empty:
+        raise ConfigError(
+            f"configure_optimizers gave optimizer {empty[0]} an empty parameter list: no pipeline stage has a "
+            "parameter for it"
+        )

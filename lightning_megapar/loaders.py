@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
@@ -20,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_megapar.batches import SPLIT_HINT
 from lightning_megapar.config import ConfigError, divisors, nearest
 from lightning_megapar.data.sampler import ResumableSampler
+from lightning_megapar.trees import in_any_tree
 
 
 def prepare_loader(
@@ -170,9 +170,10 @@ def _with_sampler(
             )
         return loader
     sampler = loader.sampler
-    batches = loader.batch_sampler
-    if predicting and isinstance(batches, _IndexBatchSamplerWrapper):
-        batches = batches._batch_sampler  # Lightning's wrapper, which keeps the indices of the predictions
+    batches: Any = loader.batch_sampler
+    if predicting and isinstance(batches, in_any_tree("overrides.distributed", "_IndexBatchSamplerWrapper")):
+        # Lightning's wrapper, which keeps the indices of the predictions.
+        batches = batches._batch_sampler  # type: ignore[attr-defined]
     if isinstance(sampler, DistributedSampler):
         return loader
     if type(batches) is BatchSampler and type(sampler) in (RandomSampler, SequentialSampler):
@@ -207,7 +208,7 @@ def _with_sampler(
 def _wrapped(loader: DataLoader, data_rank: int, data_size: int, seed: int) -> DataLoader:
     if data_size == 1:
         return loader
-    if isinstance(loader.batch_sampler, _IndexBatchSamplerWrapper):
+    if isinstance(loader.batch_sampler, in_any_tree("overrides.distributed", "_IndexBatchSamplerWrapper")):
         raise ConfigError(
             "predict with a sampler of your own and data_parallel_size > 1 cannot be split over the data ranks; use a "
             "sequential loader, or split in the sampler by trainer.strategy.distributed_sampler_kwargs"

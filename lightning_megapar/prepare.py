@@ -6,29 +6,41 @@ initialised by name, the device and dtype set, FSDP2 applied, hooks installed. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_megapar.checkpoint.hugging_face.reading import fill_module, plan_reading
 from lightning_megapar.config import ConfigError, Layout, ParallelConfig
 from lightning_megapar.data_parallel.parameters import (
     LogicalParameter,
     ModuleNames,
     collect_parameters,
     partial_parameter_names,
+    shards_by_name,
 )
 from lightning_megapar.data_parallel.zero import ZeroUnits
+from lightning_megapar.layers.collectives import TensorRanks
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.cut import StageCut, StagePlan, plan_stages
 from lightning_megapar.pipeline.stages import blocks_of, largest_stacks, outside_of
 from lightning_megapar.pipeline.survey import Survey, survey_module
 from lightning_megapar.random_streams import RandomStreams, uses_dropout
 from lightning_megapar.sharding.apply import shard_module
+from lightning_megapar.sharding.blueprint import Blueprint, record_blueprints
+from lightning_megapar.sharding.by_plan import apply_assignments
+from lightning_megapar.sharding.choice import PlanChoice, choose_plan, given_plan
+from lightning_megapar.sharding.chooser.alone import stand_alone
+from lightning_megapar.sharding.chooser.pricing import Pricing, given_cluster
+from lightning_megapar.sharding.chooser.trial import Run
 from lightning_megapar.sharding.initialise import initialise_by_name
+from lightning_megapar.sharding.plan import resolve
+from lightning_megapar.shards import IndexedTensor
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,8 @@ class PreparedModule:
         zero: FSDP2 units, ``None`` for zero_stage 0.
         streams: layout-free random streams, ``None`` on a single rank.
         stages: canonical parameter name -> stages that hold it.
+        choice: how layers that are not ours are sharded over the tensor ranks.
+        blueprints: the module's transformers models, whole and without memory.
     """
 
     layout: Layout
@@ -53,6 +67,8 @@ class PreparedModule:
     zero: ZeroUnits | None
     streams: RandomStreams | None
     stages: dict[str, tuple[int, ...]]
+    choice: PlanChoice = field(default_factory=PlanChoice)
+    blueprints: tuple[Blueprint, ...] = ()
 
 
 def prepare_module(
@@ -64,7 +80,11 @@ def prepare_module(
     seed: int,
     keep: Mapping[str, str] | None = None,
     convert: Callable[[nn.Module], nn.Module] = lambda m: m,
+    runs: Callable[[nn.Module], Sequence[Run] | None] = lambda m: None,
+    load_from: Mapping[str | None, Path] | None = None,
+    load_except: Sequence[str] = (),
     trial: Callable[[nn.Module], Any] | None = None,
+    dtype: str = "fp32",
 ) -> PreparedModule:
     """Cut, shard and place ``module`` in place. All ranks call it with the same (whole) module.
 
@@ -75,12 +95,36 @@ def prepare_module(
         seed: of the initialisation of meta parameters that have no seed of their own.
         keep: the pipeline cut's placements where registration order guesses wrong.
         convert: the precision plugin's ``convert_module``.
+        runs: of the module's own step on a few samples, for the chooser of a sharding plan.
+        load_from, load_except: files that values come from; see
+            :func:`~lightning_megapar.checkpoint.hugging_face.reading.plan_reading`.
         trial: runs one step of the user on a module, to see what it uses before the cut.
+        dtype: of matrix products, for prices.
 
     Raises:
+        CheckpointError: a file that cannot be read to its end.
         ConfigError: what cannot be cut or sharded, naming the setting and the nearest valid values.
     """
     names = ModuleNames.record(module)
+    choice = choose_plan(
+        module,
+        config.sharding_plan,
+        mesh.size("tensor"),
+        runs=runs,
+        alone=lambda whole: stand_alone(whole, _stack_of(whole)),
+        share=_from_rank_zero,
+        is_first=mesh.rank == 0,
+        pricing=_pricing(config, mesh, dtype),
+    )
+    assignments = choice.assignments
+    if assignments and config.sequence_parallel:
+        raise ConfigError(
+            "sequence_parallel=True needs a model built from lightning_megapar.layers; "
+            f"{assignments[0].path} is sharded by a plan ({assignments[0].why}). Valid value: false"
+        )
+    blueprints = record_blueprints(module)
+    readings = plan_reading(module, names, blueprints, load_from or {}, load_except)
+    loaded = frozenset().union(*(reading.names for reading in readings))
     pipeline = mesh.size("pipeline")
     plan = cut = None
     if pipeline > 1:
@@ -88,11 +132,15 @@ def prepare_module(
         survey = None if trial is None else _survey(module, pipeline, trial, convert, named)
         plan = plan_stages(module, pipeline, keep=keep, survey=survey, **named)
     if mesh.layout.world_size > 1:
-        _take_values_of_rank_zero(module, device)
+        _take_values_of_rank_zero(module, device, loaded)
     if plan is not None:
         cut = StageCut(module, plan, mesh.coordinate("pipeline"), device)
-    shard_module(module, mesh.submesh("tensor"), config.sequence_parallel and mesh.size("tensor") > 1)
-    initialise_by_name(module, seed, device=device, aliases=names.tied)
+    tensor = mesh.submesh("tensor")
+    shard_module(module, tensor, config.sequence_parallel and mesh.size("tensor") > 1)
+    if assignments and tensor is not None:
+        apply_assignments(module, assignments, TensorRanks(tensor))
+    initialise_by_name(module, seed, device=device, aliases=names.tied, blueprints=blueprints, loaded=loaded)
+    fill_module(readings, local_state(module, names))
     module.to(device)
     convert(module)
     _refuse_meta(module)
@@ -115,7 +163,52 @@ def prepare_module(
         cut.install_hooks()
     stages = _stages_of(module, names, mesh)
     parameters = collect_parameters(module, names, stages, partial_parameter_names(module, names), sharded)
-    return PreparedModule(mesh.layout, names, parameters, plan, cut, zero, streams, stages)
+    return PreparedModule(mesh.layout, names, parameters, plan, cut, zero, streams, stages, choice, blueprints)
+
+
+def _pricing(config: ParallelConfig, mesh: ParallelMesh, dtype: str) -> Pricing | None:
+    cluster = given_cluster(config.cluster)
+    return None if cluster is None else Pricing(cluster, mesh.size("tensor"), dtype)
+
+
+def _stack_of(module: nn.Module) -> str | None:
+    stacks = largest_stacks(module)
+    return stacks[0] if stacks else None
+
+
+def _from_rank_zero(value: Any) -> Any:
+    box = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def check_module(
+    module: nn.Module,
+    layout: Layout,
+    config: ParallelConfig,
+    *,
+    keep: Mapping[str, str] | None = None,
+    load_from: Mapping[str | None, Path] | None = None,
+    load_except: Sequence[str] = (),
+) -> None:
+    """Refuse what :func:`prepare_module` would refuse of names, stages and plans, before any rank exists.
+
+    Args:
+        module: whole, not changed; on the meta device it costs nothing.
+        layout: resolved degrees.
+        config, keep, load_from, load_except: as for :func:`prepare_module`.
+
+    Raises:
+        ConfigError: naming the setting and the nearest valid values.
+    """
+    names = ModuleNames.record(module)
+    plan_reading(module, names, record_blueprints(module), load_from or {}, load_except)
+    given = given_plan(config.sharding_plan)
+    if given is not None and layout.tensor > 1:
+        resolve(given, module, strict=True)
+    if layout.pipeline > 1:
+        plan_stages(module, layout.pipeline, stack=config.pipeline_blocks, split=config.pipeline_split, keep=keep)
 
 
 def _survey(
@@ -141,11 +234,14 @@ def _blocks(module: nn.Module, plan: StagePlan | None) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def _take_values_of_rank_zero(module: nn.Module, device: torch.device) -> None:
-    """Unseeded scripts build different values on every rank; all take rank 0's, as under DDP."""
+def _take_values_of_rank_zero(module: nn.Module, device: torch.device, loaded: Collection[str] = ()) -> None:
+    """Unseeded scripts build different values on every rank; all take rank 0's, as under DDP.
+
+    Tensors named in ``loaded`` get theirs from files.
+    """
     seen: set[int] = set()
-    for value in (*module.parameters(), *module.buffers()):
-        if value.is_meta or id(value) in seen or value.numel() == 0:
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if value.is_meta or id(value) in seen or value.numel() == 0 or name in loaded:
             continue
         seen.add(id(value))
         moved = value.data.to(device).contiguous()
@@ -178,6 +274,15 @@ def _stages_of(module: nn.Module, names: ModuleNames, mesh: ParallelMesh) -> dic
     return {name: tuple(found) for name, found in stages.items()}
 
 
-def local_state(module: nn.Module, names: ModuleNames) -> dict[str, Tensor]:
+def local_state(module: nn.Module, names: ModuleNames) -> dict[str, Any]:
     """This rank's part of the whole module's ``state_dict``, tied values once under their canonical name."""
-    return {names.canonical.get(key, key): value for key, value in module.state_dict().items()}
+    return {names.canonical.get(key, key): value for key, value in placed_state(module, names).items()}
+
+
+def placed_state(module: nn.Module, names: ModuleNames) -> dict[str, Any]:
+    """``module.state_dict()``, in which pieces of parameters that a plan has cut know their global place."""
+    shards = shards_by_name(module, names)
+    return {
+        key: IndexedTensor(value, shard) if (shard := shards.get(names.canonical.get(key, key))) is not None else value
+        for key, value in module.state_dict().items()
+    }

@@ -33,6 +33,7 @@ from lightning_megapar.batches import (
     split_batch,
 )
 from lightning_megapar.config import ConfigError
+from lightning_megapar.data_parallel.agreement import TOLERANCE, declared, losses_differ, undeclared_addends
 from lightning_megapar.data_parallel.gradients import GradientReducer
 from lightning_megapar.data_parallel.parameters import LogicalParameter, trainable
 from lightning_megapar.data_parallel.zero import ZeroUnits
@@ -142,6 +143,7 @@ class Stepper:
         self._token_unit: float | None = None
         self._window = _Window()
         self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._agreed = mesh.size("tensor") == 1
         self._rehearsed: set[str] = set()
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
@@ -361,6 +363,12 @@ class Stepper:
             stacked = torch.stack(weights)
             weighted = torch.stack(losses).double() * stacked
             loss_sum, weight_sum = torch.where(stacked > 0, weighted, 0.0).sum(), stacked.sum()
+        if losses and not self._agreed and losses_differ(loss_sum, self.mesh, TOLERANCE.get(losses[0].dtype, 1e-4)):
+            raise StepContractError(
+                f"the {self.mesh.size('tensor')} tensor ranks computed different losses for one batch: the sharding "
+                "plan is wrong for this model, or its step draws random numbers that differ between ranks. See "
+                "recipes/verify.py, or use sharding_plan='off'"
+            )
         tokens_flag = 1.0 if by_tokens and by_tokens[0] else 0.0
         report = self.exchange.exchange(recorder, loss_sum, weight_sum, flag + 2.0 * tokens_flag, mark)
         window.by_tokens = any(f >= 2.0 for f in report.flags)
@@ -430,8 +438,27 @@ class Stepper:
             final = _exact(factor * accumulate * window.unit / (window.weight or window.unit))
         elif self.zero is not None:
             final = _exact(factor * unit / (weight or unit))
+        if not self._agreed:
+            self._check_agreement()
         self.reducer.reduce(final)
         self._window = _Window()
+
+    def _check_agreement(self) -> None:
+        """Once: gradients of what the tensor ranks hold alike are alike, or are addends that are summed from now on."""
+        self._agreed = True
+        found = undeclared_addends(self._parameters, self.mesh)
+        if not found:
+            return
+        self._parameters = declared(self._parameters, found)
+        self.reducer = GradientReducer(self._parameters, self.mesh)
+        if self.mesh.rank == 0:
+            shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+            warnings.warn(
+                f"the gradients of {shown} differ between tensor ranks: they are used inside a sharded region and are "
+                "summed over the ranks from the first step on. Say so in the plan: style "
+                "replicated_with_grad_allreduce",
+                stacklevel=2,
+            )
 
     # -- manual optimization -----------------------------------------------------------------------------------------
 

@@ -4,38 +4,55 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
-from lightning.pytorch.plugins import MixedPrecision, Precision
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_megapar.averaging import average_shares, averaging_callbacks, defer_copies, own_names
 from lightning_megapar.batches import batch_size_of
+from lightning_megapar.carried_optimizers import OriginalParameters, carry_over
 from lightning_megapar.checkpoint import gather_full_state_dict, is_sharded_checkpoint, remove_sharded
+from lightning_megapar.checkpoint.hugging_face.reading import LoadFrom, check_load_from
+from lightning_megapar.checkpoint.hugging_face.saving import find_blueprint, save_hugging_face
 from lightning_megapar.checkpoint.training import DataPosition, load_training, save_training
-from lightning_megapar.checkpoint.training_state import named_optimizer_state
+from lightning_megapar.checkpoint.training_state import CURRENT, named_optimizer_state
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.data.sampler import ResumableSampler
 from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm
-from lightning_megapar.first_batch import trial_of
-from lightning_megapar.launch import shield_worker
+from lightning_megapar.first_batch import peek, step_name, trial_of
+from lightning_megapar.launch import returns_to_caller, shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
-from lightning_megapar.limits import explained_optimizers, refuse_callbacks, refuse_optimizers
+from lightning_megapar.limits import (
+    optimizers_may_be_empty,
+    refuse_callbacks,
+    refuse_empty_optimizers,
+    refuse_optimizers,
+)
 from lightning_megapar.loaders import prepare_loader, same_on_all_ranks
 from lightning_megapar.mesh_strategy import MeshStrategy
-from lightning_megapar.prepare import PreparedModule, local_state, prepare_module
+from lightning_megapar.prepare import PreparedModule, local_state, placed_state, prepare_module
 from lightning_megapar.random_streams import share_generators
+from lightning_megapar.sharding.choice import given_plan, print_plan
+from lightning_megapar.sharding.chooser.alone import runs_of_step
+from lightning_megapar.sharding.chooser.pricing import given_cluster
+from lightning_megapar.sharding.chooser.trial import Run
+from lightning_megapar.shards import is_value
 from lightning_megapar.stage_metrics import connect_metrics
 from lightning_megapar.step import StepContractError, Stepper, StepResult
 from lightning_megapar.step_log import replay
+from lightning_megapar.trees import PREFIXES, in_any_tree, of_tree, register_strategy, tree_of
+from lightning_megapar.whole_module import WholeModule
+
+TRIAL_SAMPLES = 4
+"""Samples of the batch on which a sharding plan is tried."""
 
 
 class MegaParStrategy(MeshStrategy):
@@ -44,13 +61,18 @@ class MegaParStrategy(MeshStrategy):
     Args:
         tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size,
         data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_blocks,
-        pipeline_stack, pipeline_split: see :class:`~lightning_megapar.config.ParallelConfig`. Every size may be
-        ``"auto"``.
+        pipeline_stack, pipeline_split, sharding_plan, cluster: see
+            :class:`~lightning_megapar.config.ParallelConfig`. Every size may be ``"auto"``.
         pipeline_keep: module name -> ``"first"``, ``"last"`` or ``"all"``: where a module beside the pipelined stack
             is needed, when neither a trial run of the first batch nor its place in the registration order says so.
         seed: of name-seeded initialisation and of data order; ``None`` takes ``seed_everything``'s, else 0.
         empty_init: build the module on the meta device in ``configure_model``; its parameters are then initialised by
-            name, one at a time, on the rank that holds them.
+            name, one at a time, on the rank that holds them. ``trainer.init_module(empty_init=True)`` does the same.
+        load_from: where values come from: a Hugging Face directory (or a ``.safetensors`` file) for the one
+            transformers model in the module, or a mapping from dotted module names to such paths. Each rank reads its
+            share, whatever the layout; with ``empty_init`` nothing else is ever in memory.
+        load_except: patterns of names (``"score.*"``) that the files may lack (they are initialised) or that the
+            module may lack (they are left out).
         timeout_seconds: of a collective.
         process_group_backend: ``None`` takes nccl on GPUs, gloo on CPUs.
 
@@ -73,8 +95,12 @@ class MegaParStrategy(MeshStrategy):
         pipeline_stack: str | None = None,
         pipeline_split: Any = None,
         pipeline_keep: Mapping[str, str] | None = None,
+        sharding_plan: Any = "auto",
+        cluster: Any = None,
         seed: int | None = None,
         empty_init: bool = False,
+        load_from: LoadFrom = None,
+        load_except: str | Sequence[str] = (),
         timeout_seconds: float = 600.0,
         process_group_backend: str | None = None,
         **unknown: Any,
@@ -93,14 +119,23 @@ class MegaParStrategy(MeshStrategy):
             pipeline_blocks=pipeline_blocks,
             pipeline_stack=pipeline_stack,
             pipeline_split=pipeline_split,
+            sharding_plan=sharding_plan,
+            cluster=given_cluster(cluster),
         )
+        given_plan(sharding_plan)  # refuse what cannot be read now, before any process exists
         super().__init__(config, timeout_seconds, process_group_backend)
         self.pipeline_keep = dict(pipeline_keep or {})
         self.empty_init = empty_init
+        self.load_from = check_load_from(load_from)
+        self.load_except = (load_except,) if isinstance(load_except, str) else tuple(load_except)
         self._seed = seed
         self._prepared: PreparedModule | None = None
         self._stepper: Stepper | None = None
         self._metrics: dict[str, Metric] = {}
+        self._averaging: list[Any] = []
+        self._originals: OriginalParameters | None = None
+        self._whole: WholeModule | None = None
+        self._given_back = False
         self._leave_requested = False
         self._accumulating = False
         self._reduced = False  # manual optimization: a backward of this step has averaged its gradients
@@ -114,8 +149,20 @@ class MegaParStrategy(MeshStrategy):
     @property
     def prepared(self) -> PreparedModule:
         if self._prepared is None:
-            raise RuntimeError("the module is prepared in the strategy's setup (inside fit, validate, test or predict)")
+            raise RuntimeError(
+                "the module is prepared in the strategy's setup (inside fit, validate, test or predict). In notebooks "
+                "and under pytest it is whole again after each call: save it by a callback during the run, or by "
+                "torch.save(module.state_dict(), path)"
+            )
         return self._prepared
+
+    @property
+    def chosen_sharding_plan(self) -> dict[str, str]:
+        """The plan by which the module is sharded, in the words that ``sharding_plan`` takes back.
+
+        Known from set-up on; ``yaml.safe_dump`` of it is a file for ``sharding_plan="plan.yaml"``.
+        """
+        return self.prepared.choice.plan.to_mapping()
 
     @property
     def stepper(self) -> Stepper:
@@ -144,7 +191,7 @@ class MegaParStrategy(MeshStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if isinstance(plugin, MixedPrecision) and getattr(plugin, "scaler", None) is not None:
+        if getattr(plugin, "scaler", None) is not None:
             raise ConfigError(
                 "precision='16-mixed' is not available yet; valid values: 32-true, bf16-mixed, bf16-true, 64-true"
             )
@@ -159,6 +206,9 @@ class MegaParStrategy(MeshStrategy):
         self._refuse_module(module)
         super().setup_environment()
         module._device_mesh = self.mesh.device_mesh
+        trainer: Any = module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            defer_copies(averaging_callbacks(trainer.callbacks), module, self.model_sharded_context)
         # Lightning would shuffle a training loader that says shuffle=False; prepare_loader injects the sampler.
         connector = module.trainer._accelerator_connector
         if connector.use_distributed_sampler:
@@ -181,6 +231,8 @@ class MegaParStrategy(MeshStrategy):
         module = self.lightning_module
         earlier = vars(module).get("_megapar_prepared")
         if earlier is None:
+            self._originals = OriginalParameters(module)
+            self._whole = WholeModule(module) if returns_to_caller() and self.is_global_zero else None
             self._prepared = prepare_module(
                 module,
                 self.mesh,
@@ -189,10 +241,16 @@ class MegaParStrategy(MeshStrategy):
                 seed=self.seed,
                 keep=self.pipeline_keep,
                 convert=self.precision_plugin.convert_module,
+                runs=lambda whole: self._trial_runs(trainer),
+                load_from=self.load_from,
+                load_except=self.load_except,
                 trial=trial_of(trainer, self.num_microbatches) if self.layout.pipeline > 1 else None,
+                dtype=_product_dtype(str(getattr(self.precision_plugin, "precision", "32-true"))),
             )
             object.__setattr__(module, "_megapar_prepared", self._prepared)
             self._print_stages()
+            if (self.prepared.choice.assignments or self.prepared.choice.notes) and self.is_global_zero:
+                print_plan(module, self.prepared.choice)
         elif earlier.layout != self.layout:
             raise ConfigError(
                 f"the module was already cut for {earlier.layout.describe()}; this trainer asks for "
@@ -201,6 +259,8 @@ class MegaParStrategy(MeshStrategy):
         else:
             self._prepared = earlier
         self._metrics = connect_metrics(module, self.mesh, lambda: self.stepper.is_running)
+        if earlier is None and self._whole is not None:
+            self._whole.note_changes()
         fits = self._stepper is not None and self._stepper.fits(self.mesh, self.prepared)
         if self._stepper is None or not fits:
             self._stepper = self._make_stepper()
@@ -215,11 +275,23 @@ class MegaParStrategy(MeshStrategy):
             self._reset_optimizers_and_schedulers()
             if self.prepared.zero is not None:
                 self.prepared.zero.reshard()  # an earlier validation has gathered them
-            with explained_optimizers(self.prepared):
+            self._averaging = averaging_callbacks(trainer.callbacks)
+            average_shares(self._averaging, module, self.prepared, self.root_device)
+            with optimizers_may_be_empty(self.prepared):
                 self.setup_optimizers(trainer)
-            self._refuse_foreign_optimizers()
+            carry_over(self.optimizers, self._originals, self.prepared.parameters)
+            refuse_empty_optimizers(self.optimizers, self.prepared)
             refuse_optimizers(self.optimizers, self.prepared)
         self.setup_precision_plugin()
+
+    def _trial_runs(self, trainer: Any) -> list[Run] | None:
+        """The module's own step on a few samples of the run's data; ``None`` where none can be taken."""
+        assert self.lightning_module is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and not self.lightning_module.automatic_optimization:
+            return None  # its step would run optimizers
+        rows = peek(trainer, 1, limit=TRIAL_SAMPLES)
+        return None if rows is None else runs_of_step(step_name(trainer), rows)
 
     def _make_stepper(self) -> Stepper:
         return Stepper(
@@ -234,15 +306,6 @@ class MegaParStrategy(MeshStrategy):
             streams=self.prepared.streams,
             forward_context=self.precision_plugin.forward_context,
         )
-
-    def _refuse_foreign_optimizers(self) -> None:
-        held = {id(record.parameter) for record in self.prepared.parameters}
-        for optimizer in self.optimizers:
-            if any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
-                raise ConfigError(
-                    "configure_optimizers returned an optimizer over tensors that are not the module's parameters "
-                    "(it was built before the module was sharded?); build it inside configure_optimizers"
-                )
 
     def _print_stages(self) -> None:
         plan = self.prepared.plan
@@ -261,9 +324,14 @@ class MegaParStrategy(MeshStrategy):
         self.model.to(self.root_device)
 
     @contextmanager
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        with torch.device("meta") if self.empty_init else nullcontext():
-            yield
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Around ``configure_model`` and in ``trainer.init_module``: the meta device when the module is built empty."""
+        if self.empty_init if empty_init is None else empty_init:
+            with torch.device("meta"), self.precision_plugin.tensor_init_context():
+                yield
+        else:
+            with super().tensor_init_context(empty_init):
+                yield
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -338,9 +406,7 @@ class MegaParStrategy(MeshStrategy):
         trainer: Any = self.lightning_module.trainer
         owners = (self.lightning_module, *trainer.callbacks) if self.layout.pipeline > 1 else ()
         return any(
-            not str(getattr(getattr(owner, hook, None), "__module__", "")).startswith(
-                ("lightning.", "lightning_megapar.")
-            )
+            not str(getattr(getattr(owner, hook, None), "__module__", "")).startswith((*PREFIXES, "lightning_megapar."))
             for owner in owners
         )
 
@@ -366,6 +432,8 @@ class MegaParStrategy(MeshStrategy):
             kind=kind,
         )
         self._after_step(result)
+        if self._averaging and self.prepared.zero is not None:
+            self.prepared.zero.reshard()  # weights are swapped after the validation, and they are the shards
         return result.output
 
     def _after_step(self, result: StepResult) -> None:
@@ -407,12 +475,28 @@ class MegaParStrategy(MeshStrategy):
         module = self.lightning_module
         assert module is not None
         manual = not module.automatic_optimization and self.layout.world_size > 1
-        if manual and closure is do_nothing_closure and not self._reduced:
+        nothing = of_tree(tree_of(module), "core.optimizer", "do_nothing_closure")
+        if manual and closure is nothing and not self._reduced:
             raise StepContractError(
                 f"{type(module).__name__}.training_step steps an optimizer without self.manual_backward(loss): the "
                 "gradients of loss.backward() are not averaged over the ranks; call self.manual_backward(loss)"
             )
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        return self.precision_plugin.optimizer_step(optimizer, model=model or module, closure=closure, **kwargs)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        wrapper = of_tree(tree_of(self.lightning_module), "core.optimizer", "LightningOptimizer")
+        self._optimizers = optimizers
+        self._lightning_optimizers = [wrapper._to_lightning_optimizer(one, self) for one in optimizers]
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        module = self.lightning_module
+        configure = of_tree(tree_of(module), "core.optimizer", "_init_optimizers_and_lr_schedulers")
+        self.optimizers, self.lr_scheduler_configs = configure(module)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -432,8 +516,7 @@ class MegaParStrategy(MeshStrategy):
         """Stands in for ``Precision.clip_gradients``: the same rule on the global norm."""
         if not clip_val or clip_val <= 0:
             return
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
+        optimizer = _unwrapped(optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = [p for p in self.stepper.parameters if id(p.parameter) in held]
         if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
@@ -474,9 +557,7 @@ class MegaParStrategy(MeshStrategy):
         return local_state(self.lightning_module, self.prepared.names)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        return named_optimizer_state(optimizer, self.prepared.parameters)
+        return named_optimizer_state(_unwrapped(optimizer), self.prepared.parameters)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing: :meth:`load_checkpoint` has filled the module."""
@@ -518,6 +599,8 @@ class MegaParStrategy(MeshStrategy):
             )
         if position is not None:
             self._position = self._resumed = position
+        if CURRENT in rest:
+            rest[CURRENT] = own_names(rest[CURRENT], self.lightning_module, self.prepared.names)
         return rest
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -535,9 +618,59 @@ class MegaParStrategy(MeshStrategy):
         ``state_dict()``. An empty dict on the other ranks.
         """
         assert self.lightning_module is not None
+        if self._prepared is None and self._given_back:
+            return {k: v.detach() for k, v in self.lightning_module.state_dict().items() if isinstance(v, Tensor)}
         names = self.prepared.names
-        local = {k: v.detach() for k, v in self.lightning_module.state_dict().items() if isinstance(v, Tensor)}
+        local = {k: v.detach() for k, v in placed_state(self.lightning_module, names).items() if is_value(v)}
         return gather_full_state_dict(list(names.state_dict), local)
+
+    def save_hugging_face(
+        self,
+        directory: str | os.PathLike[str],
+        module: str | None = None,
+        *,
+        tokenizer_from: str | os.PathLike[str] | None = None,
+        max_file_bytes: int = 5_000_000_000,
+    ) -> Path:
+        """Write a transformers model of the module as a directory that ``from_pretrained`` opens; collective.
+
+        Args:
+            directory: to make; it must not exist.
+            module: dotted name of the model; ``None`` takes the only one.
+            tokenizer_from, max_file_bytes: see
+                :func:`~lightning_megapar.checkpoint.hugging_face.saving.save_hugging_face`.
+
+        Raises:
+            CheckpointError: on every rank alike, with nothing left behind.
+            ConfigError: no transformers model of that name.
+        """
+        assert self.lightning_module is not None
+        names = self.prepared.names
+        with self.doing("writing a Hugging Face directory"):
+            return save_hugging_face(
+                Path(self.broadcast(os.path.abspath(directory))),
+                find_blueprint(self.prepared.blueprints, module),
+                local_state(self.lightning_module, names),
+                lambda name: names.canonical.get(name, name),
+                tokenizer_from=tokenizer_from,
+                max_file_bytes=max_file_bytes,
+            )
+
+    def give_back(self) -> None:
+        """Make the caller's module whole on rank 0, before the other ranks end with the launch; collective."""
+        if self._prepared is None:
+            return
+        assert self.lightning_module is not None
+        full = self.full_state_dict()
+        if self._whole is not None:
+            self._whole.restore(full)
+        self.lightning_module._device_mesh = None
+        for callback in self._averaging:
+            callback._average_model = None  # the module holds the average
+        # Nothing may keep a process group: other ranks are forked for the next call.
+        self._prepared = self._stepper = self._whole = self._mesh = self._world = None
+        self._metrics, self._averaging, self.optimizers, self.lr_scheduler_configs = {}, [], [], []
+        self._given_back = True
 
     # -- leaving early -----------------------------------------------------------------------------------------------
 
@@ -559,6 +692,12 @@ class MegaParStrategy(MeshStrategy):
         raise SystemExit(EXIT_CODE)
 
 
+def _product_dtype(precision: str) -> str:
+    """In what matrix products run under a Lightning precision."""
+    starts = {"bf16": "bf16", "16": "fp16", "64": "fp64"}
+    return next((name for start, name in starts.items() if precision.startswith(start)), "fp32")
+
+
 def argument_names() -> tuple[str, ...]:
     """Names of the strategy's arguments."""
     import inspect
@@ -568,8 +707,10 @@ def argument_names() -> tuple[str, ...]:
 
 
 def register() -> None:
-    """Register ``"megapar"`` with Lightning; calling it again changes nothing."""
-    if "megapar" not in StrategyRegistry.available_strategies():
-        StrategyRegistry.register(
-            "megapar", MegaParStrategy, description="tensor, sequence, pipeline and data parallelism"
-        )
+    """Register ``"megapar"`` with Lightning, under both of its names; calling it again changes nothing."""
+    register_strategy("megapar", MegaParStrategy, "tensor, sequence, pipeline and data parallelism")
+
+
+def _unwrapped(optimizer: Any) -> Optimizer:
+    wrapped = isinstance(optimizer, in_any_tree("core.optimizer", "LightningOptimizer"))
+    return optimizer._optimizer if wrapped else optimizer  # type: ignore[no-any-return]

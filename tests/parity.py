@@ -87,7 +87,7 @@ class Record(Callback):
         strategy = trainer.strategy
         self.norms.append(float(strategy.gradient_norm()))
         local = {
-            record.name: record.parameter.grad.detach()
+            record.name: record.as_value(record.parameter.grad.detach())
             for record in strategy.prepared.parameters
             if record.parameter.grad is not None
         }

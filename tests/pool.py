@@ -95,7 +95,11 @@ class RankPool:
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
         # Forked from a process that has imported everything and computed nothing: a rank costs milliseconds.
         self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["lightning.pytorch", "torch.distributed.fsdp", "lightning_megapar"])
+        # What is not installed is left out.
+        models = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "mixtral")]
+        self._context.set_forkserver_preload(
+            ["lightning.pytorch", "torch.distributed.fsdp", "lightning_megapar", *models]
+        )
         self._workers: list[tuple[Any, Connection]] = []
 
     def _ensure(self, count: int) -> None:

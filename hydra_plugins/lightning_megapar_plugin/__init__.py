@@ -20,7 +20,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 PROVIDER = "lightning_megapar"
 NAME = "megapar"
-REGISTRY_MODULE = "lightning.pytorch.strategies"
+REGISTRY_MODULES = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
 
 
 def config_directory() -> Path | None:
@@ -47,7 +47,7 @@ class MegaParSearchPath(SearchPathPlugin):
 
 
 def register(strategies: ModuleType) -> None:
-    """Give ``lightning.pytorch.strategies`` the name ``"megapar"``, built from the task's group ``parallel``."""
+    """Give one of :data:`REGISTRY_MODULES` the name ``"megapar"``, built from the task's group ``parallel``."""
     description = "Tensor, sequence, pipeline and data parallelism in one strategy."
     strategies.StrategyRegistry.register(NAME, _build, description=description, override=True)
 
@@ -78,10 +78,13 @@ class _ThenRegister(importlib.abc.Loader):
 class _WaitForStrategies(importlib.abc.MetaPathFinder):
     """Waits for one import of Lightning's strategies, then leaves ``sys.meta_path``."""
 
+    def __init__(self, awaited: str) -> None:
+        self.awaited = awaited
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != REGISTRY_MODULE:
+        if fullname != self.awaited:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -91,12 +94,13 @@ class _WaitForStrategies(importlib.abc.MetaPathFinder):
 
 
 def _install() -> None:
-    loaded = sys.modules.get(REGISTRY_MODULE)
-    if loaded is not None and hasattr(loaded, "StrategyRegistry"):
-        register(loaded)
-    # Hydra executes a plugin module again in each application of a process: one finder is enough.
-    elif not any(type(finder).__name__ == _WaitForStrategies.__name__ for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WaitForStrategies())
+    for name in REGISTRY_MODULES:
+        loaded = sys.modules.get(name)
+        if loaded is not None and hasattr(loaded, "StrategyRegistry"):
+            register(loaded)
+        # Hydra executes a plugin module again in each application of a process: one finder for each name is enough.
+        elif not any(getattr(finder, "awaited", None) == name for finder in sys.meta_path):
+            sys.meta_path.insert(0, _WaitForStrategies(name))
 
 
 _install()

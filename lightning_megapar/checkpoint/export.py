@@ -15,7 +15,7 @@ from lightning_megapar.checkpoint.errors import CheckpointError
 from lightning_megapar.checkpoint.file_system import CheckedFile, FileSystem
 from lightning_megapar.checkpoint.plain_values import plain
 from lightning_megapar.checkpoint.reader import ShardedReader, locate, read_manifest
-from lightning_megapar.checkpoint.training_state import NUMBER_SUFFIX
+from lightning_megapar.checkpoint.training_state import CURRENT, NUMBER_SUFFIX
 
 MODEL_KEYS = ("epoch", "global_step", "pytorch-lightning_version", "hyper_parameters", "hparams_name", "hparams_type")
 """What ``LightningModule.load_from_checkpoint`` looks at, besides the weights."""
@@ -57,7 +57,9 @@ def to_lightning(
     if model_only:
         rest = {key: rest[key] for key in MODEL_KEYS if key in rest}
     rest.setdefault("pytorch-lightning_version", _lightning_version())
-    rest["state_dict"] = _state_dict(tensors, ours)
+    rest["state_dict"] = _state_dict(tensors, ours, "model")
+    if any(name.startswith("current.") for name in tensors):
+        rest[CURRENT] = _state_dict(tensors, ours, "current")
     if not model_only and "optimizers" in ours:
         rest["optimizer_states"] = [_optimizer(i, saved, tensors) for i, saved in enumerate(ours["optimizers"])]
     return rest
@@ -69,13 +71,13 @@ def _lightning_version() -> str:
     return str(lightning.pytorch.__version__)
 
 
-def _state_dict(tensors: dict[str, Tensor], ours: dict[str, Any]) -> dict[str, Tensor]:
+def _state_dict(tensors: dict[str, Tensor], ours: dict[str, Any], prefix: str) -> dict[str, Tensor]:
     keys = ours.get("state_dict_keys") or [n.removeprefix("model.") for n in tensors if n.startswith("model.")]
     tied = ours.get("tied", {})
-    missing = [key for key in keys if f"model.{tied.get(key, key)}" not in tensors]
+    missing = [key for key in keys if f"{prefix}.{tied.get(key, key)}" not in tensors]
     if missing:
         raise CheckpointError(f"the checkpoint has no tensor for {missing[:4]} of the module's state_dict")
-    return {key: tensors[f"model.{tied.get(key, key)}"] for key in keys}
+    return {key: tensors[f"{prefix}.{tied.get(key, key)}"] for key in keys}
 
 
 def _optimizer(index: int, saved: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lightning_megapar.checkpoint.errors import CheckpointError
 from lightning_megapar.checkpoint.pieces import Box, coverage_fault, local_pieces, local_tensor
-from lightning_megapar.checkpoint.ranks import GroupRanks, ranks_of
+from lightning_megapar.checkpoint.ranks import GroupRanks, Ranks, ranks_of
+from lightning_megapar.shards import Value
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class _Route:
 
 def gather_full_state_dict(
     names: Sequence[str],
-    local: Mapping[str, Tensor],
+    local: Mapping[str, Value],
     *,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | Ranks | None = None,
 ) -> dict[str, Tensor]:
     """Collect full tensors on rank 0, one piece at a time.
 
@@ -117,7 +118,7 @@ def _routes(offers: list[Any]) -> list[_Route]:
     return routes
 
 
-def _assemble_here(route: _Route, tensor: Tensor) -> Tensor:
+def _assemble_here(route: _Route, tensor: Value) -> Tensor:
     value = torch.empty(route.shape, dtype=route.dtype)
     for piece in local_pieces(route.name, tensor):
         value[piece.box.slices()].copy_(piece.view(local_tensor(tensor)))
@@ -161,7 +162,7 @@ def _receive(
 
 
 def load_full_into(
-    local: Mapping[str, Tensor],
+    local: Mapping[str, Value],
     source: str | os.PathLike[str] | Mapping[str, Any],
     *,
     strict: bool = True,

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from lightning_megapar.checkpoint.errors import CheckpointError
+from lightning_megapar.shards import IndexedTensor, Value
 
 Runs = list[tuple[int, int]]
 """Stretches (start, length) of one dimension, in the order in which a rank holds them."""
@@ -67,17 +68,19 @@ class LocalPiece:
         return local[tuple(slice(s, s + n) for s, n in zip(self.start, self.box.sizes))] if self.start else local
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Value) -> Tensor:
     """This rank's storage of ``tensor`` as a plain detached tensor that shares memory with it.
 
     Writing into the result writes into the parameter, DTensor or buffer itself.
     """
+    if isinstance(tensor, IndexedTensor):
+        return local_tensor(tensor.local)
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         return local.detach()
 
 
-def local_pieces(name: str, tensor: Tensor) -> list[LocalPiece]:
+def local_pieces(name: str, tensor: Value) -> list[LocalPiece]:
     """The non-empty pieces of the global ``tensor`` that this rank holds, in ascending order.
 
     One piece for a plain tensor, for a replica and for every usual sharding; several for a strided shard whose rows do
@@ -85,19 +88,23 @@ def local_pieces(name: str, tensor: Tensor) -> list[LocalPiece]:
 
     Args:
         name: for messages.
-        tensor: a plain tensor or a DTensor of any placements except ``Partial``.
+        tensor: a plain tensor, a DTensor of any placements except ``Partial``, or a piece that is cut by indices.
 
     Raises:
         CheckpointError: on partial sums, or when the local tensor's shape is not what the placements say.
     """
     shape: tuple[int, ...] = tuple(tensor.shape)
+    # Per dimension the runs (global start, length) that this rank holds.
+    held: list[Runs] = [[(0, size)] for size in shape]
+    if isinstance(tensor, IndexedTensor):
+        held[tensor.shard.dim] = list(tensor.shard.runs)
+        tensor = tensor.local
     if not isinstance(tensor, DTensor):
-        return [LocalPiece(full_box(shape), (0,) * len(shape))] if prod(shape) else []
+        return _pieces(name, held, tensor, "its cut")
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
-    # Per dimension the runs (global start, length) that this rank holds, refined by each placement in mesh order.
-    held: list[Runs] = [[(0, size)] for size in shape]
+    # Refined by each placement in mesh order.
     for mesh_dim, placement in enumerate(tensor.placements):
         ranks, mine = tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim]
         if isinstance(placement, _StridedShard):
@@ -109,13 +116,16 @@ def local_pieces(name: str, tensor: Tensor) -> list[LocalPiece]:
             held[dim] = _chunk(held[dim], ranks, mine)
         elif not isinstance(placement, Replicate):
             raise CheckpointError(f"{name}: placement {placement} holds partial sums, not values; reduce it first")
+    return _pieces(name, held, local_tensor(tensor), f"placements {tensor.placements} of {shape}")
+
+
+def _pieces(name: str, held: list[Runs], local: Tensor, why: str) -> list[LocalPiece]:
+    """The pieces of a local tensor whose dimensions hold these runs."""
     lengths: tuple[int, ...] = tuple(_length(runs) for runs in held)
-    local_shape: tuple[int, ...] = tuple(local_tensor(tensor).shape)
+    local_shape: tuple[int, ...] = tuple(local.shape)
     volume = prod(lengths)
     if volume != prod(local_shape) or (volume and lengths != local_shape):
-        raise CheckpointError(
-            f"{name}: local tensor has shape {local_shape}, placements {tensor.placements} of {shape} say {lengths}"
-        )
+        raise CheckpointError(f"{name}: local tensor has shape {local_shape}, {why} says {lengths}")
     if not volume:
         return []
     pieces = []

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_megapar.checkpoint.errors import CheckpointError
 from lightning_megapar.checkpoint.pieces import Box, coverage_fault, local_pieces, local_tensor
+from lightning_megapar.shards import Value, is_value
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ PIECE_OVERHEAD = 2048
 """Bytes that torch.save adds to a tensor, at most; for the estimate of the room needed."""
 
 
-def make_offer(name: str, tensor: Tensor) -> Offer:
-    if not isinstance(name, str) or not isinstance(tensor, Tensor):
+def make_offer(name: str, tensor: Value) -> Offer:
+    if not isinstance(name, str) or not is_value(tensor):
         raise CheckpointError(f"{name!r}: expected a name and a tensor, got {type(tensor).__name__}")
     local = local_tensor(tensor)
     if type(local) is not Tensor or local.layout != torch.strided or local.is_quantized:

@@ -51,6 +51,7 @@ from lightning_megapar.checkpoint.reader import (
     read_checked,
     read_manifest,
 )
+from lightning_megapar.shards import Value
 
 __all__ = ["is_sharded_checkpoint", "load_sharded", "read_manifest", "save_sharded"]
 
@@ -74,7 +75,7 @@ class _Written:
 
 def save_sharded(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Value],
     rest: Mapping[str, Any],
     *,
     step: int,
@@ -153,7 +154,7 @@ def save_sharded(
 
 def load_sharded(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Value],
     *,
     process_group: dist.ProcessGroup | Ranks | None = None,
     strict: bool = True,
@@ -233,7 +234,7 @@ def _open(path: str | os.PathLike[str]) -> tuple[str, Manifest | bytes, bytes]:
     return str(directory), encoded, small.get(REST, b"")
 
 
-def _target_fault(name: str, tensor: Tensor, manifest: Manifest, cast: bool) -> str | None:
+def _target_fault(name: str, tensor: Value, manifest: Manifest, cast: bool) -> str | None:
     saved = manifest.tensors.get(name)
     if saved is None:
         return f"{name!r} is not in the checkpoint"
@@ -251,7 +252,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _write(
-    directory: Path, pieces: list[tuple[str, Box]], tensors: Mapping[str, Tensor], rank: int, fs: FileSystem
+    directory: Path, pieces: list[tuple[str, Box]], tensors: Mapping[str, Value], rank: int, fs: FileSystem
 ) -> _Written:
     """Stream this rank's pieces into its file, one on the CPU at a time."""
     if not pieces:
@@ -272,7 +273,7 @@ def _write(
     return _Written((FileEntry(name_of_file, file.position),), tuple(written))
 
 
-def _values(name: str, tensor: Tensor, box: Box) -> Tensor:
+def _values(name: str, tensor: Value, box: Box) -> Tensor:
     """The values of a box as a dense CPU tensor whose storage holds nothing else."""
     piece = next(p for p in local_pieces(name, tensor) if p.box == box)
     value = piece.view(local_tensor(tensor)).resolve_conj().resolve_neg().cpu().contiguous()

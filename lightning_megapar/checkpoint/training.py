@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megapar.checkpoint.errors import CheckpointError
@@ -16,6 +15,7 @@ from lightning_megapar.checkpoint.full import load_full_into
 from lightning_megapar.checkpoint.reader import is_sharded_checkpoint, read_manifest
 from lightning_megapar.checkpoint.sharded import load_sharded, save_sharded
 from lightning_megapar.checkpoint.training_state import (
+    CURRENT,
     from_plain,
     install_optimizer_state,
     optimizer_targets,
@@ -23,6 +23,7 @@ from lightning_megapar.checkpoint.training_state import (
 )
 from lightning_megapar.config import AXES, Layout
 from lightning_megapar.data_parallel.parameters import LogicalParameter, ModuleNames
+from lightning_megapar.shards import IndexedTensor, Value, is_value
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def save_training(
 
 def load_training(
     path: Path,
-    model: Mapping[str, Tensor],
+    model: Mapping[str, Value],
     optimizers: Sequence[Optimizer],
     parameters: Sequence[LogicalParameter],
     names: ModuleNames,
@@ -69,7 +70,8 @@ def load_training(
         strict: a name in the checkpoint that no rank asks for is an error (only with optimizers).
 
     Returns:
-        (what Lightning restores itself, place in the data or ``None``).
+        (what Lightning restores itself, place in the data or ``None``). Beside averaged weights the former holds the
+        trained ones under :data:`CURRENT`, by canonical name.
 
     Raises:
         CheckpointError: the same on every rank.
@@ -81,7 +83,9 @@ def load_training(
         raise CheckpointError(f"{path} is not a checkpoint")
     manifest = read_manifest(path)
     targets = [optimizer_targets(i, o, parameters, manifest) for i, o in enumerate(optimizers)]
-    wanted = {f"model.{name}": value for name, value in model.items() if isinstance(value, Tensor)}
+    wanted = {f"model.{name}": value for name, value in model.items() if is_value(value)}
+    current = {name: _copy(value) for name, value in model.items() if f"current.{name}" in manifest.tensors}
+    wanted.update({f"current.{name}": value for name, value in current.items()})
     for one in targets:
         wanted.update(one)
     rest = load_sharded(path, wanted, strict=strict and bool(optimizers))
@@ -89,12 +93,14 @@ def load_training(
     for i, (optimizer, saved) in enumerate(zip(optimizers, ours.get("optimizers", []))):
         install_optimizer_state(i, optimizer, parameters, targets[i], saved)
     rest.setdefault("state_dict", {})
+    if current:
+        rest[CURRENT] = current
     return rest, DataPosition(**ours["position"]) if "position" in ours else None
 
 
 def _load_plain_file(
     path: Path,
-    model: Mapping[str, Tensor],
+    model: Mapping[str, Value],
     optimizers: Sequence[Optimizer],
     parameters: Sequence[LogicalParameter],
     names: ModuleNames,
@@ -109,4 +115,13 @@ def _load_plain_file(
         load_full_into(targets, full)
         install_optimizer_state(i, optimizer, parameters, targets, groups)
     rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+    if CURRENT in rest:
+        current = {name: _copy(value) for name, value in model.items() if is_value(value)}
+        load_full_into(current, rest[CURRENT])
+        rest[CURRENT] = current
     return {**rest, "state_dict": {}}
+
+
+def _copy(value: Value) -> Value:
+    """The same place, memory of its own."""
+    return IndexedTensor(value.local.clone(), value.shard) if isinstance(value, IndexedTensor) else value.clone()

@@ -1,9 +1,9 @@
 """Lightning's checkpoint dictionary as named tensors and a rest, and back, for one rank of any layout.
 
-Tensors are ``model.<state_dict key>`` (tied ones once, under the canonical name) and
-``optimizer.<i>.<parameter>.<state key>``. Everything else (loops, callbacks, schedulers, hyper-parameters) is the
-rest, with one entry of our own, ``"megapar"``: parameter names in order, tied names, state_dict keys, and the
-optimizers' parameter groups by name over all pipeline stages.
+Tensors are ``model.<state_dict key>`` (tied ones once, under the canonical name), ``current.<state_dict key>`` beside
+averaged weights, and ``optimizer.<i>.<parameter>.<state key>``. Everything else (loops, callbacks, schedulers,
+hyper-parameters) is the rest, with one entry of our own, ``"megapar"``: parameter names in order, tied names,
+state_dict keys, and the optimizers' parameter groups by name over all pipeline stages.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from torch.optim import Optimizer
 from lightning_megapar.checkpoint.errors import CheckpointError
 from lightning_megapar.checkpoint.manifest import Manifest
 from lightning_megapar.data_parallel.parameters import LogicalParameter, ModuleNames
+from lightning_megapar.shards import IndexedTensor, Value, is_value
 
 NUMBER_SUFFIX = "#number"
 """Marks optimizer state that is a Python number; it is stored as a 0-dim float64 or int64 tensor."""
+
+CURRENT = "current_model_state"
+"""Entry of Lightning's ``WeightAveraging``: the weights that are trained, while ``state_dict`` holds the average."""
 
 
 def named_optimizer_state(optimizer: Optimizer, parameters: Sequence[LogicalParameter]) -> dict[str, Any]:
@@ -44,11 +48,19 @@ def named_optimizer_state(optimizer: Optimizer, parameters: Sequence[LogicalPara
         groups.append(
             {**{k: v for k, v in group.items() if k != "params"}, "params": [name_of[id(p)] for p in group["params"]]}
         )
-    state = {name_of[id(p)]: dict(values) for p, values in optimizer.state.items() if id(p) in name_of}
+    record_of = {id(record.parameter): record for record in parameters}
+    state = {
+        name_of[id(p)]: {
+            key: record_of[id(p)].as_value(value) if isinstance(value, Tensor) else value
+            for key, value in values.items()
+        }
+        for p, values in optimizer.state.items()
+        if id(p) in name_of
+    }
     return {"state": state, "param_groups": groups}
 
 
-def pack(checkpoint: dict[str, Any], names: ModuleNames, world_size: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def pack(checkpoint: dict[str, Any], names: ModuleNames, world_size: int) -> tuple[dict[str, Value], dict[str, Any]]:
     """Split Lightning's checkpoint dictionary. Collective over the default group when ``world_size > 1``.
 
     Args:
@@ -60,15 +72,18 @@ def pack(checkpoint: dict[str, Any], names: ModuleNames, world_size: int) -> tup
     Returns:
         (tensors of this rank, rest).
     """
-    rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+    rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states", CURRENT)}
     tensors = {
-        f"model.{names.canonical.get(k, k)}": v for k, v in checkpoint["state_dict"].items() if isinstance(v, Tensor)
+        f"{prefix}.{names.canonical.get(k, k)}": v
+        for key, prefix in (("state_dict", "model"), (CURRENT, "current"))
+        for k, v in checkpoint.get(key, {}).items()
+        if is_value(v)
     }
     optimizers = []
     for index, state in enumerate(checkpoint.get("optimizer_states", [])):
         for name, values in state["state"].items():
             for key, value in values.items():
-                if isinstance(value, Tensor):
+                if is_value(value):
                     tensors[f"optimizer.{index}.{name}.{key}"] = value
                 elif isinstance(value, numbers.Number) and not isinstance(value, complex):
                     dtype = torch.int64 if isinstance(value, int) else torch.float64
@@ -95,7 +110,7 @@ def from_plain(
     names: ModuleNames,
     saved: Mapping[str, Any],
     world_size: int,
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+) -> tuple[dict[str, Value], dict[str, Tensor], dict[str, Any]]:
     """An optimizer state of plain Lightning (numbered parameters) in our terms. Collective when ``world_size > 1``.
 
     Numbers are taken in ``named_parameters`` order within each group, which is how optimizers number the parameters
@@ -117,7 +132,7 @@ def from_plain(
         )
     number_of = {n: i for new, old in zip(groups, old_groups) for n, i in zip(new["params"], old["params"])}
     full: dict[str, Tensor] = {}
-    targets: dict[str, Tensor] = {}
+    targets: dict[str, Value] = {}
     for record in parameters:
         for key, value in saved["state"].get(number_of.get(record.name), {}).items():
             if value is None:
@@ -129,8 +144,10 @@ def from_plain(
                 raise CheckpointError(
                     f"optimizer {index}: {key} of {record.name!r} is {tuple(tensor.shape)}, the parameter {shape}"
                 )
-            like = record.parameter.detach()
-            targets[name] = torch.zeros_like(like, dtype=tensor.dtype) if tensor.ndim else torch.zeros_like(tensor)
+            if tensor.ndim:
+                targets[name] = record.as_value(torch.zeros_like(record.parameter.detach(), dtype=tensor.dtype))
+            else:
+                targets[name] = torch.zeros_like(tensor)
             full[name] = tensor
     renamed = [{**old, "params": new["params"]} for new, old in zip(groups, old_groups)]
     return targets, full, {"param_groups": renamed}
@@ -158,22 +175,22 @@ def _merge_groups(groups: list[dict[str, Any]], names: ModuleNames, world_size: 
 
 def optimizer_targets(
     index: int, optimizer: Optimizer, parameters: Sequence[LogicalParameter], manifest: Manifest
-) -> dict[str, Tensor]:
+) -> dict[str, Value]:
     """Empty tensors, in this rank's layout, for the optimizer state that a checkpoint holds.
 
     State of a parameter's own shape gets the parameter's layout (a DTensor for a sharded one); any other shape is
     replicated.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    targets: dict[str, Tensor] = {}
+    targets: dict[str, Value] = {}
     for record in parameters:
         if id(record.parameter) not in held:
             continue
         prefix = f"optimizer.{index}.{record.name}."
         for key in (k for k in manifest.tensors if k.startswith(prefix) and "." not in k[len(prefix) :]):
             saved = manifest.tensors[key]
-            if tuple(saved.shape) == tuple(record.parameter.shape) and saved.shape:
-                targets[key] = torch.zeros_like(record.parameter.detach(), dtype=saved.dtype)
+            if tuple(saved.shape) == tuple(record.as_value(record.parameter).shape) and saved.shape:
+                targets[key] = record.as_value(torch.zeros_like(record.parameter.detach(), dtype=saved.dtype))
             else:
                 targets[key] = torch.zeros(saved.shape, dtype=saved.dtype)
     return targets
@@ -183,7 +200,7 @@ def install_optimizer_state(
     index: int,
     optimizer: Optimizer,
     parameters: Sequence[LogicalParameter],
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Value],
     saved: Mapping[str, Any],
 ) -> None:
     """Put loaded state and hyper-parameters into an optimizer.
@@ -215,6 +232,7 @@ def install_optimizer_state(
             for key, value in tensors.items():
                 if key.startswith(prefix) and "." not in key[len(prefix) :]:
                     short = key[len(prefix) :]
+                    value = value.local if isinstance(value, IndexedTensor) else value
                     if short.endswith(NUMBER_SUFFIX):
                         state[short[: -len(NUMBER_SUFFIX)]] = value.item()
                     else:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_megapar.shards import IndexedTensor, ParameterShard, Value, own_addends, own_shards
+
 
 @dataclass(frozen=True)
 class ModuleNames:
@@ -58,6 +60,7 @@ class LogicalParameter:
         partial_over_tensor: its gradient on each tensor rank is a partial sum.
         stages: pipeline stages that hold it (more than one for tied parameters).
         data_sharded: FSDP2 reduces its gradient over the data ranks and keeps a shard.
+        shard: how it is cut over the tensor ranks by a sharding plan; ``None`` for a DTensor or a whole one.
     """
 
     name: str
@@ -65,10 +68,19 @@ class LogicalParameter:
     partial_over_tensor: bool
     stages: tuple[int, ...]
     data_sharded: bool
+    shard: ParameterShard | None = None
+
+    def as_value(self, tensor: Tensor) -> Value:
+        """``tensor``, laid out as the parameter is (a gradient, an optimizer's state), with its global shape."""
+        if self.shard is None or tuple(tensor.shape) != tuple(self.parameter.shape):
+            return tensor
+        return IndexedTensor(tensor, self.shard)
 
     @property
     def tensor_sharded(self) -> bool:
         """Whether each tensor rank holds a different piece."""
+        if self.shard is not None:
+            return True
         if not isinstance(self.parameter, DTensor):
             return False
         names = self.parameter.device_mesh.mesh_dim_names or ()
@@ -102,6 +114,7 @@ def collect_parameters(
     held: dict[str, nn.Parameter] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         held.setdefault(names.canonical[name], parameter)
+    shards = shards_by_name(module, names)
     return [
         LogicalParameter(
             name=name,
@@ -109,6 +122,7 @@ def collect_parameters(
             partial_over_tensor=name in partial,
             stages=stages_of.get(name, (0,)),
             data_sharded=name in data_sharded,
+            shard=shards.get(name),
         )
         for name in names.parameters
         if name in held
@@ -120,9 +134,18 @@ def partial_parameter_names(module: nn.Module, names: ModuleNames) -> set[str]:
     found: set[str] = set()
     for path, child in module.named_modules():
         report = getattr(child, "partial_gradients", None)
-        if callable(report):
-            found.update(names.canonical[f"{path}.{name}" if path else name] for name in report())
+        partial = [*(report() if callable(report) else ()), *own_addends(child)]
+        found.update(names.canonical[f"{path}.{name}" if path else name] for name in partial)
     return found
+
+
+def shards_by_name(module: nn.Module, names: ModuleNames) -> dict[str, ParameterShard]:
+    """Canonical name -> how a sharding plan has cut the parameter."""
+    return {
+        names.canonical[f"{path}.{name}" if path else name]: shard
+        for path, child in module.named_modules()
+        for name, shard in own_shards(child).items()
+    }
 
 
 def trainable(parameters: Iterable[LogicalParameter]) -> list[LogicalParameter]:

@@ -93,8 +93,13 @@ def resumed_settings(cfg: DictConfig, schema: type | None = None) -> tuple[DictC
     return cfg, Resume(owner if in_place else None, str(checkpoint), step, kept)
 
 
-def settle_devices(cfg: DictConfig, model: GPTConfig) -> RunPlan:
+def settle_devices(cfg: DictConfig, model: GPTConfig | None = None) -> RunPlan:
     """Check devices, layout, batch and model against each other; write the chosen devices into ``cfg`` and say them.
+
+    Args:
+        cfg: the task's configuration.
+        model: a decoder of this package; ``None`` for a module of another kind, see
+            :func:`~lightning_megapar.prepare.check_module`.
 
     Raises:
         ConfigError: what cannot work, naming the nearest valid values.

@@ -1,4 +1,4 @@
-"""The settings of ``recipes/pretrain.py`` outside what is instantiated: what ``conf/pretrain.yaml`` may hold."""
+"""The recipes' settings outside what is instantiated: what ``conf/pretrain.yaml`` and ``conf/finetune.yaml`` hold."""
 
 from __future__ import annotations
 
@@ -56,3 +56,16 @@ class PretrainSettings:
     callbacks: dict[str, Target] = field(default_factory=dict)
     logger: dict[str, Target] = field(default_factory=dict)
     resume: str | None = None
+
+
+@dataclass(frozen=True)
+class FinetuneSettings(PretrainSettings):
+    """The root of ``recipes/finetune.py``; ``model`` is a transformers configuration.
+
+    Args:
+        model_path: a Hugging Face directory that is taken instead of ``model``.
+        max_file_bytes: of the weight files written at the end.
+    """
+
+    model_path: str | None = None
+    max_file_bytes: int = 5_000_000_000

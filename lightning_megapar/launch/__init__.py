@@ -8,7 +8,7 @@ from lightning_megapar.launch.environment import (
     resolve_environment,
 )
 from lightning_megapar.launch.failure import FailureReporter, RankFailedError
-from lightning_megapar.launch.launcher import ForkInPlaceLauncher, make_launcher
+from lightning_megapar.launch.launcher import ForkInPlaceLauncher, make_launcher, returns_to_caller
 from lightning_megapar.launch.preemption import PreemptionFlag, shield_worker
 from lightning_megapar.launch.process_group import ProcessGroupError, create_process_group
 
@@ -25,5 +25,6 @@ __all__ = [
     "print_rank_table",
     "rank_table",
     "resolve_environment",
+    "returns_to_caller",
     "shield_worker",
 ]

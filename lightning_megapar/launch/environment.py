@@ -18,6 +18,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_megapar.config import AXES, ConfigError, Layout
 from lightning_megapar.launch.ranks import current_ranks
+from lightning_megapar.trees import own_environment
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -87,6 +88,7 @@ def resolve_environment(environment: ClusterEnvironment | None) -> ClusterEnviro
 
     torchrun wins over submitit, submitit over a plain process; MPI and LSF are Lightning's.
     """
+    environment = own_environment(environment)
     if environment is None:
         environment = TorchElasticEnvironment() if TorchElasticEnvironment.detect() else LightningEnvironment()
     if isinstance(environment, SLURMEnvironment):

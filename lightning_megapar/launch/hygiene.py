@@ -84,10 +84,14 @@ def process_groups_alive() -> list[Any]:
     for holder in gc.get_objects():
         for held in gc.get_referents(holder):
             kind = type(held)
-            if kind not in known:
-                known[kind] = any(base in wanted for base in kind.__mro__)
-            if known[kind]:
-                found[id(held)] = held
+            # A dictionary or tuple of nothing but groups is unknown to the collector: look into it as well.
+            inner = gc.get_referents(held) if kind in (dict, tuple) and not gc.is_tracked(held) else ()
+            for one in (held, *inner):
+                kind = type(one)
+                if kind not in known:
+                    known[kind] = any(base in wanted for base in kind.__mro__)
+                if known[kind]:
+                    found[id(one)] = one
     return list(found.values())
 
 

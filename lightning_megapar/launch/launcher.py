@@ -6,7 +6,8 @@
   ``validate``, ``test``, ``predict``) and the script goes on in all of them. Nothing is imported, composed or built a
   second time; there is one Hydra job and one output directory; unseeded weights are the same everywhere. A later launch
   with as many ranks continues with them, with another number it forks anew from rank 0. Under pytest and in notebooks,
-  where a child must not return to the caller, the children run the launched function only;
+  where a child must not return to the caller, the children run the launched function only, and the module that the
+  caller gets back is whole;
 * :class:`ReexecLauncher` where forking is unsafe (CUDA is in use already, macOS, no ``os.fork``): the script is started
   again for each rank, as Lightning's ``ddp`` does it. The reason is printed;
 * :class:`ExternalLauncher` when torchrun, SLURM, submitit, ... started them.
@@ -240,10 +241,12 @@ class ForkInPlaceLauncher(_MegaParLauncher):
         prepared = vars(module).get("_megapar_prepared") if isinstance(module, torch.nn.Module) else None
         if prepared is None:
             return
-        if prepared.layout.pipeline > 1 or any(isinstance(p, DTensor) for p in module.parameters()):
+        if prepared.layout.pipeline > 1 or any(
+            isinstance(record.parameter, DTensor) or record.shard is not None for record in prepared.parameters
+        ):
             raise ConfigError(
                 f"{type(module).__name__} was cut for {prepared.layout.describe()} and the ranks that held its other "
-                f"parts have ended (after a failure, and in notebooks and under pytest after each call); "
+                f"parts have ended (after a failure); "
                 f"build the module anew and load its checkpoint (ckpt_path=...)"
             )
 
@@ -252,6 +255,7 @@ class ForkInPlaceLauncher(_MegaParLauncher):
             code = 0
             try:
                 function(*args, **kwargs)
+                self._give_back()
             except SystemExit as request:
                 code = code_of(request.code)
             except BaseException as exception:
@@ -261,12 +265,19 @@ class ForkInPlaceLauncher(_MegaParLauncher):
                 ranks.leave(code) if code == 0 else ranks.leave_silently(code)
         try:
             result = self._call(function, args, kwargs)
+            self._call(self._give_back, (), {})
             ranks.notice()
             ranks.wait(DISMISS_WITHIN)
             return result
         finally:
             discard_process_group()
             ranks.close()
+
+    def _give_back(self) -> None:
+        # The other ranks, and what they hold, end with this launch.
+        give_back = getattr(self.strategy, "give_back", None)
+        if give_back is not None:
+            give_back()
 
     def _on_exit_request(self, exception: BaseException) -> None:
         ranks = current_ranks()
@@ -309,6 +320,12 @@ class ReexecLauncher(_MegaParLauncher, _SubprocessScriptLauncher):
         self.trainer = trainer
         self._arm_external()
         return self._call(function, args, kwargs)
+
+
+def returns_to_caller() -> bool:
+    """Whether the ranks of this process end with the launch that is running."""
+    ranks = current_ranks()
+    return ranks is not None and ranks.scoped
 
 
 def _must_return() -> bool:

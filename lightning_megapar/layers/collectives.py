@@ -67,6 +67,29 @@ class TensorRanks:
     rank: int = 0
     size: int = 1
 
+    def all_reduce(self, x: Tensor) -> Pending:
+        """Start to sum ``x`` over the ranks, in place."""
+        work = dist.all_reduce(x, group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return x
+
+        return finish
+
+    def all_gather(self, x: Tensor) -> Pending:
+        """Start to collect every rank's ``x``: (size, *x.shape)."""
+        pieces = x.new_empty((self.size, *x.shape))
+        # gloo knows only the concatenated form: flat along the first dimension.
+        flat = pieces.flatten(0, 1) if x.ndim else pieces
+        work = _all_gather(flat, x.contiguous(), group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return pieces
+
+        return finish
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRanks:
         return self  # a copied module still talks to the same ranks
 
@@ -87,24 +110,16 @@ def check_sequence(length: int, ranks: TensorRanks) -> None:
 
 def start_all_reduce(x: Tensor, ranks: TensorRanks) -> Pending:
     """Sum ``x`` over the ranks, in place."""
-    work = dist.all_reduce(x, group=ranks.group, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return x
-
-    return finish
+    return ranks.all_reduce(x)
 
 
 def start_sequence_gather(x: Tensor, ranks: TensorRanks) -> Pending:
     """(..., s / ranks, h) on each rank -> (..., s, h) on all."""
     *lead, length, width = x.shape
-    pieces = x.new_empty((ranks.size, *x.shape))
-    # gloo knows only the concatenated form: flat along the first dimension.
-    work = _all_gather(pieces.flatten(0, 1), x.contiguous(), group=ranks.group, async_op=True)
+    gathering = ranks.all_gather(x)
 
     def finish() -> Tensor:
-        work.wait()
+        pieces = gathering()
         # One sequence per rank: the pieces lie in order already and nothing is copied.
         return pieces.movedim(0, -3).reshape(*lead, ranks.size * length, width)
 
@@ -128,9 +143,7 @@ def start_sequence_scatter(x: Tensor, ranks: TensorRanks) -> Pending:
 
 def all_gather_stacked(x: Tensor, ranks: TensorRanks) -> Tensor:
     """Every rank's ``x`` along a new first dimension of size ``ranks.size``."""
-    pieces = x.new_empty((ranks.size, *x.shape))
-    _all_gather(pieces.flatten(0, 1), x.contiguous(), group=ranks.group)
-    return pieces
+    return ranks.all_gather(x)()
 
 
 def _gather_last(x: Tensor, ranks: TensorRanks) -> Tensor:

@@ -147,20 +147,7 @@ class LanguageModel(LightningModule):
         return self(batch["tokens"]).argmax(dim=-1)
 
     def configure_optimizers(self) -> Any:
-        config = self.optimizer_config
-        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        # Both groups stand on every rank, empty or not: a stage without matrices keeps the same group numbers.
-        groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        optimizer: torch.optim.Optimizer
-        if config.name == "adamw":
-            optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=config.fused)
-        else:
-            optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=config.fused)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, config.factor(self._schedule_steps()))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return make_optimizer(self, self.optimizer_config)
 
     def _gpt(self) -> GPT:
         if self.model is None:
@@ -174,19 +161,40 @@ class LanguageModel(LightningModule):
         self.log(name, loss, prog_bar=True, batch_size=labels.shape[0], sync_dist=True)
         return loss
 
-    def _schedule_steps(self) -> float:
-        config = self.optimizer_config
-        if config.schedule == "constant":
-            return math.inf
-        if config.max_steps is not None:
-            return config.max_steps
-        steps = self.trainer.estimated_stepping_batches
-        if math.isinf(steps):
-            raise ConfigError(
-                "optimizer max_steps=null with schedule='cosine' needs a Trainer with an end; give trainer.max_steps "
-                "or trainer.max_epochs, or use schedule='constant'"
-            )
-        return steps
+
+def make_optimizer(module: LightningModule, config: OptimizerConfig) -> dict[str, Any]:
+    """What ``configure_optimizers`` returns: weight decay on matrices alone, a schedule by the optimizer step.
+
+    Raises:
+        ConfigError: a schedule that needs an end, on a Trainer without one.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    # Both groups stand on every rank, empty or not: a stage without matrices keeps the same group numbers.
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer: torch.optim.Optimizer
+    if config.name == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=config.fused)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=config.fused)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, config.factor(_schedule_steps(module, config)))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _schedule_steps(module: LightningModule, config: OptimizerConfig) -> float:
+    if config.schedule == "constant":
+        return math.inf
+    if config.max_steps is not None:
+        return config.max_steps
+    steps = module.trainer.estimated_stepping_batches
+    if math.isinf(steps):
+        raise ConfigError(
+            "optimizer max_steps=null with schedule='cosine' needs a Trainer with an end; give trainer.max_steps "
+            "or trainer.max_epochs, or use schedule='constant'"
+        )
+    return steps
 
 
 def _build(kind: type[Any], owner: str, given: Any) -> Any:
@@ -208,4 +216,4 @@ def _plain(value: Any) -> Any:
     return value
 
 
-__all__ = ["IGNORED_LABEL", "OPTIMIZERS", "SCHEDULES", "LanguageModel", "OptimizerConfig"]
+__all__ = ["IGNORED_LABEL", "OPTIMIZERS", "SCHEDULES", "LanguageModel", "OptimizerConfig", "make_optimizer"]

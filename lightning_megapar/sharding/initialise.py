@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from lightning_megapar.config import ConfigError
 from lightning_megapar.layers.base import ParallelLayer
 from lightning_megapar.layers.local import fill, replace_parameter
 from lightning_megapar.sharding.apply import Owner, parameter_owners
+from lightning_megapar.sharding.blueprint import Blueprint
+from lightning_megapar.shards import own_shards
 
 
 def name_seed(seed: int, name: str) -> int:
@@ -45,6 +47,8 @@ def initialise_by_name(
     only_meta: bool = True,
     device: torch.device | str = "cpu",
     aliases: Mapping[str, str] | None = None,
+    blueprints: Sequence[Blueprint] = (),
+    loaded: Collection[str] = (),
 ) -> None:
     """Give parameters values that depend on ``seed`` and their names alone, sharded or not, meta or not.
 
@@ -64,6 +68,9 @@ def initialise_by_name(
         only_meta: leave parameters that are real already alone.
         device: where meta parameters materialise.
         aliases: as ``init_aliases``, for names below ``module`` that ``seed`` goes with.
+        blueprints: the transformers models in ``module``, whole; what they hold on the meta device gets the value of
+            their own ``_init_weights``, drawn under the tensor's name.
+        loaded: names of tensors that somebody fills afterwards; they are made, not drawn.
 
     Raises:
         ConfigError: for meta parameters or buffers that nothing fills (their module has no ``reset_parameters``, or it
@@ -73,16 +80,28 @@ def initialise_by_name(
     owners = parameter_owners(module)
     wanted = {key: own for key, own in owners.items() if _parameter(own[0]).is_meta or not only_meta}
     fresh = {own[0][:1] + own[0][2:]: own for own in wanted.values()}
+    unfilled = frozenset().union(*(blueprint.unfilled for blueprint in blueprints))
     failed: list[str] = []
     with torch.no_grad():
         for path, child in module.named_modules():
-            names = [name for name in child._parameters if (path, name) in fresh]
+            names = [n for n in child._parameters if (path, n) in fresh or _join(path, n) in unfilled]
             meta_buffers = [name for name, b in child._buffers.items() if b is not None and b.is_meta]
             if not names and not meta_buffers:
                 continue
             for name in names:
-                _materialise(fresh[path, name], device)
+                if (path, name) in fresh:
+                    _materialise(fresh[path, name], device)
             root = roots[_root_of(path, roots)]
+            if loaded:
+                names = [name for name in names if _join(path, name) not in loaded]
+                for name in [name for name in meta_buffers if _join(path, name) in loaded]:
+                    meta_buffers.remove(name)
+                    child._buffers[name] = torch.empty_like(child._buffers[name], device=device)  # type: ignore[arg-type]
+            if blueprints and only_meta:
+                names, meta_buffers = _draw(path, child, names, meta_buffers, root, blueprints, device)
+                names = [name for name in names if _join(path, name) not in unfilled]  # real: the constructor's value
+            if not names and not meta_buffers:
+                continue
             if isinstance(child, ParallelLayer):
                 for name in names:
                     generator = torch.Generator("cpu").manual_seed(root.seed_of(_join(path, name)))
@@ -93,7 +112,8 @@ def initialise_by_name(
     if failed:
         raise ConfigError(
             f"nothing says how to fill {', '.join(failed)}: on the meta device, and the module has no "
-            "reset_parameters() that fills it; add one, or build the module on a real device"
+            "reset_parameters() (a transformers model: no _init_weights) that fills it; add one, or build the module "
+            "on a real device"
         )
 
 
@@ -139,6 +159,36 @@ def _materialise(owners: list[Owner], device: torch.device | str) -> None:
         module._parameters[name] = new
 
 
+def _draw(
+    path: str,
+    module: nn.Module,
+    names: list[str],
+    meta_buffers: list[str],
+    root: _Root,
+    blueprints: Sequence[Blueprint],
+    device: torch.device | str,
+) -> tuple[list[str], list[str]]:
+    """Fill what a transformers model initialises; returns the parameters and buffers that it does not."""
+    left: tuple[list[str], list[str]] = ([], [])
+    for names_left, wanted in zip(left, (names, meta_buffers)):
+        for name in wanted:
+            full_name = _join(path, name)
+            seed = root.seed_of(full_name)
+            value = next((v for b in blueprints if (v := b.draw(full_name, seed)) is not None), None)
+            own = module._parameters.get(name)
+            if value is None:
+                names_left.append(name)
+            elif own is not None:
+                shard = own_shards(module).get(name)
+                if shard is None:
+                    fill(own, value)
+                else:
+                    shard.copy_into(own, value)
+            else:
+                module._buffers[name] = value.to(device)
+    return left
+
+
 def _reset_plain(
     path: str,
     module: nn.Module,
@@ -154,8 +204,16 @@ def _reset_plain(
         # A real parameter that nobody can draw again keeps its value; a meta one has none.
         return [_join(path, name) for name in names if only_meta] + [_join(path, name) for name in meta_buffers]
     twin = copy.copy(module)
+    shards = own_shards(module)
+    shapes = {
+        name: shards[name].shape if name in shards else p.shape
+        for name, p in module._parameters.items()
+        if p is not None
+    }
     twin._parameters = {
-        name: None if p is None else nn.Parameter(torch.empty(p.shape, device="cpu"), requires_grad=p.requires_grad)
+        name: None
+        if p is None
+        else nn.Parameter(torch.empty(shapes[name], device="cpu"), requires_grad=p.requires_grad)
         for name, p in module._parameters.items()
     }
     twin._buffers = {
@@ -182,7 +240,7 @@ def _reset_plain(
         full, own = twin._parameters[name], module._parameters[name]
         assert full is not None and own is not None
         if filled(full):
-            fill(own, full.detach())
+            fill(own, shards[name].take(full.detach()) if name in shards else full.detach())
         elif only_meta:
             failed.append(_join(path, name))
     for name in meta_buffers:

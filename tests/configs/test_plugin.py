@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from hydra.core.config_search_path import ConfigSearchPath
 
 ROOT = Path(__file__).parents[2]
@@ -135,10 +136,11 @@ def test_the_groups_stand_once_behind_the_application_s(tmp_path: Path) -> None:
     assert config_directory() == ROOT / "conf"
 
 
-def test_a_training_application_gets_the_strategy_by_group_and_by_name(tmp_path: Path) -> None:
-    (tmp_path / "app.py").write_text(TRAINING_APP)
+@pytest.mark.parametrize("package", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.slow)])
+def test_a_training_application_gets_the_strategy_by_group_and_by_name(tmp_path: Path, package: str) -> None:
+    (tmp_path / "app.py").write_text(TRAINING_APP.replace("lightning.pytorch", package))
     (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "train.yaml").write_text(TRAINING_CONF)
+    (tmp_path / "conf" / "train.yaml").write_text(TRAINING_CONF.replace("lightning.pytorch", package))
     found = run(tmp_path, "+parallel=dp2_tp2", "parallel.zero_stage=1")
     layout = "data=2 x tensor=2"
     # By its bare name, in a file or in Python, the degrees of the group are not lost either.

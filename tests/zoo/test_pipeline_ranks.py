@@ -67,7 +67,8 @@ class Gradients(Callback):
         from lightning_megapar.checkpoint import gather_full_state_dict
 
         prepared: Any = trainer.strategy.prepared  # type: ignore[attr-defined]
-        local = {r.name: r.parameter.grad for r in prepared.parameters if r.parameter.grad is not None}
+        held_here = [r for r in prepared.parameters if r.parameter.grad is not None]
+        local = {r.name: r.as_value(r.parameter.grad) for r in held_here}
         held: list[Any] = [None] * trainer.world_size
         dist.all_gather_object(held, set(local))
         names = [name for name in prepared.names.parameters if name in set().union(*held)]

@@ -1,0 +1,247 @@
+"""Where a module's sharding plan comes from, and the plan as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_megapar.config import ConfigError, nearest_name
+from lightning_megapar.layers.base import ParallelLayer
+from lightning_megapar.sharding.chooser.alone import no_collectives
+from lightning_megapar.sharding.chooser.choose import choose
+from lightning_megapar.sharding.chooser.pricing import Pricing
+from lightning_megapar.sharding.chooser.trial import Run
+from lightning_megapar.sharding.names import BlockNames
+from lightning_megapar.sharding.plan import Assignment, ShardingPlan, resolve
+from lightning_megapar.sharding.styles import is_linear
+from lightning_megapar.sharding.transformers_plan import plans_are_proven, transformers_plan
+from lightning_megapar.shards import own_shards
+
+WORTH_A_TRIAL = 0.02
+"""Share of the parameters that a proven plan must leave for the chooser to be asked: a trial takes memory and time."""
+LARGEST_TRIAL = 16e9
+"""Bytes of host memory that the copies of a trial may take, all ranks together."""
+
+
+def given_plan(setting: Any) -> ShardingPlan | None:
+    """The plan that the strategy's ``sharding_plan`` gives: ``None`` for ``"auto"``, an empty one for ``"off"``.
+
+    Raises:
+        ConfigError: neither a word, nor a mapping, nor a readable YAML file of one.
+    """
+    if setting is None or setting == "auto":
+        return None
+    if setting == "off":
+        return ShardingPlan()
+    if isinstance(setting, Mapping):
+        return ShardingPlan.from_mapping(setting)
+    if isinstance(setting, (str, Path)):
+        near = nearest_name(str(setting), ("auto", "off"))
+        if near is not None and not Path(setting).exists():
+            raise ConfigError(f"sharding_plan={str(setting)!r} is neither a word nor a file; did you mean {near!r}?")
+        return ShardingPlan.read(setting)
+    raise ConfigError(
+        f"sharding_plan={setting!r}: expected 'auto', 'off', a mapping of module-name patterns to styles, or the "
+        "path of a YAML file with one"
+    )
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """What is sharded how, the same on every rank.
+
+    Args:
+        assignments: of the whole module.
+        notes: what was tried and stays whole, and why, for the terminal.
+        plan: the rules that they follow from.
+    """
+
+    assignments: list[Assignment] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    plan: ShardingPlan = field(default_factory=ShardingPlan)
+
+
+def choose_plan(
+    module: nn.Module,
+    setting: Any,
+    size: int,
+    *,
+    runs: Callable[[nn.Module], Sequence[Run] | None],
+    alone: Callable[[nn.Module], nn.Module],
+    share: Callable[[Any], Any],
+    is_first: bool,
+    pricing: Pricing | None = None,
+) -> PlanChoice:
+    """First hit wins: the setting, the module's own plan, transformers' with the chooser for what it leaves.
+
+    Args:
+        module: whole, real or meta.
+        setting: the strategy's ``sharding_plan``.
+        size: tensor ranks; with one nothing is sharded.
+        runs: of the module's own step on a few samples, ``None`` where there are none; called on every rank.
+        alone: a copy of the module that can be run by itself.
+        share: gives every rank the first rank's object.
+        is_first: whether this is the rank that chooses.
+        pricing: what layouts cost on the cluster at hand.
+
+    Raises:
+        ConfigError: from a plan that somebody wrote: patterns that match nothing, styles that do not fit.
+    """
+    if size == 1:
+        return PlanChoice()
+    plan = given_plan(setting)
+    own = getattr(module, "sharding_plan", None)
+    if plan is None and callable(own):
+        plan = ShardingPlan.from_mapping(own(), f"{type(module).__name__}.sharding_plan()")
+    if plan is not None:
+        return PlanChoice(resolve(plan, module, strict=True), plan=plan)
+    plan = transformers_plan(module)
+    if not plan.rules and not has_foreign_layers(module):
+        return PlanChoice()
+    if plan.rules and plans_are_proven(module) and share_left(module, plan) < WORTH_A_TRIAL:
+        return PlanChoice(resolve(plan, module, strict=False), plan=plan)
+    trial = runs(module)
+    answer: tuple[ShardingPlan, tuple[str, ...]] | None = None
+    if is_first:
+        answer = _choose(module, plan, size, trial, alone, pricing)
+    plan, notes = share(answer)
+    return PlanChoice(resolve(plan, module, strict=False), notes, plan)
+
+
+def share_left(module: nn.Module, plan: ShardingPlan) -> float:
+    """Share of the parameters in layers that could be cut and that no rule of the plan speaks of."""
+    spoken = {one.path for one in resolve(plan, module, strict=False)}
+    seen: set[int] = set()
+    total = left = 0
+    for path, child in module.named_modules():
+        around = {path[:i] for i, letter in enumerate(path) if letter == "."} | {path}
+        # A low-rank product, an expert: what is below a module that has a rule is dealt with by its author.
+        dealt_with = bool(around & spoken)
+        cuttable = is_linear(child) or isinstance(child, nn.Embedding)
+        for parameter in child._parameters.values():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            total += parameter.numel()
+            if not dealt_with and (cuttable or parameter.ndim == 3):
+                left += parameter.numel()
+    return left / total if total else 0.0
+
+
+def has_foreign_layers(module: nn.Module) -> bool:
+    """Whether there is something for the chooser: linear layers or embeddings, and no parallel layer among them."""
+    children = list(module.modules())
+    if any(isinstance(child, ParallelLayer) for child in children):
+        return False
+    return any(is_linear(child) or isinstance(child, nn.Embedding) for child in children)
+
+
+def _choose(
+    module: nn.Module,
+    plan: ShardingPlan,
+    size: int,
+    runs: Sequence[Run] | None,
+    alone: Callable[[nn.Module], nn.Module],
+    pricing: Pricing | None,
+) -> tuple[ShardingPlan, tuple[str, ...]]:
+    if runs is None:
+        return plan, ("no samples could be taken beside the loader's own iteration: what no plan names stays whole",)
+    try:
+        twin = alone(module)
+        needed = sum(p.numel() for p in twin.parameters()) * 4 * (size + 2)
+        if needed > LARGEST_TRIAL:
+            return plan, (f"too large to try ({needed / 1e9:.0f} GB): what no plan names stays whole",)
+        with no_collectives():
+            choice = choose(twin, size, runs, planned=plan, pricing=pricing)
+    except ConfigError as error:
+        return plan, (f"{error}: what no plan names stays whole",)
+    notes = [f"{one.kind}: {one.how} ({one.reason})" for one in choice.found if one.how in ("whole", "dropped")]
+    return choice.plan, tuple(notes)
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A line of the table: modules that are alike in all blocks.
+
+    Args:
+        module: dotted name with ``*`` for numbers.
+        count: how many of them this rank holds.
+        style: what is done.
+        why: where that comes from.
+        share: of the parameters of the whole module, held in pieces here.
+    """
+
+    module: str
+    count: int
+    style: str
+    why: str
+    share: float
+
+
+def plan_rows(module: nn.Module, assignments: list[Assignment]) -> list[PlanRow]:
+    """The plan of what this rank holds, and a last row for what stays whole.
+
+    Args:
+        module: after it was sharded.
+        assignments: what was asked for.
+    """
+    held = dict(module.named_modules())
+    sizes: dict[str, int] = {}
+    seen: set[int] = set()
+    total = cut = 0
+    for path, child in held.items():
+        shards = own_shards(child)
+        for name, parameter in child._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if name in shards:
+                numel = 1
+                for length in shards[name].shape:
+                    numel *= length
+                cut += numel
+                sizes[".".join(filter(None, (path, name)))] = numel
+            else:
+                numel = parameter.numel()
+                if isinstance(child, ParallelLayer):
+                    cut += numel
+            total += numel
+    star = BlockNames(held).star
+    rows: dict[tuple[str, str], list[Assignment]] = {}
+    for one in assignments:
+        if isinstance(held.get(one.path), one.kind):
+            rows.setdefault((star(one.name), str(one.style)), []).append(one)
+    table = []
+    for (name, style), same in rows.items():
+        numel = sum(
+            sizes.get(one.name, 0)
+            if one.parameter
+            else sum(sizes.get(f"{one.path}.{n}", 0) for n in held[one.path]._parameters)
+            for one in same
+        )
+        table.append(PlanRow(name, len(same), style, same[0].why, numel / total if total else 0.0))
+    table.append(PlanRow("(whole on every rank)", 0, "replicate", "nothing cuts it", 1 - cut / total if total else 0.0))
+    return table
+
+
+def print_plan(module: nn.Module, choice: PlanChoice) -> None:
+    """The plan as a table on the terminal, and what stays whole with the reason."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="sharding over the tensor ranks")
+    for heading, justify in (("module", "left"), ("number", "right"), ("style", "left"), ("why", "left")):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    table.add_column("parameters", justify="right")
+    for row in plan_rows(module, choice.assignments):
+        table.add_row(row.module, str(row.count or ""), row.style, row.why, f"{row.share:.1%}")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # names must not be cut in a log
+    console.print(table)
+    for note in choice.notes:
+        console.print(f"sharding: {note}", markup=False, highlight=False)

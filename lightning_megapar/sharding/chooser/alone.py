@@ -1,0 +1,162 @@
+"""A module that can be run by itself, for the chooser's trials: real, shortened, away from its trainer.
+
+A stack of blocks is shortened to one block of each kind, at its real width. ``self.log`` does nothing, and a collective
+that the step wants to make is refused: a trial runs on one rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_megapar.batches import split_batch
+from lightning_megapar.sharding.blueprint import record_blueprints
+from lightning_megapar.sharding.chooser.trial import Run
+from lightning_megapar.sharding.initialise import initialise_by_name
+
+_COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_object",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "broadcast",
+    "broadcast_object_list",
+    "barrier",
+    "monitored_barrier",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "all_to_all",
+    "all_to_all_single",
+)
+
+
+def stand_alone(module: nn.Module, stack: str | None) -> nn.Module:
+    """A copy of ``module`` on the CPU with real values, whose stack keeps one block of each kind.
+
+    Args:
+        module: whole, real or meta. It is not changed.
+        stack: dotted name of the stack of blocks, ``None`` where there is none.
+    """
+    memo: dict[int, Any] = {}
+    dropped: list[str] = []
+    if stack is not None:
+        seen: set[Any] = set()
+        for name, block in module.get_submodule(stack).named_children():
+            kind = _kind_of(block)
+            if kind in seen:
+                dropped.append(name)
+                memo[id(block)] = nn.Identity()  # not worth copying
+            seen.add(kind)
+    twin = copy.deepcopy(module, memo)
+    if stack is not None:
+        blocks = twin.get_submodule(stack)
+        kept = [child for name, child in blocks.named_children() if name not in dropped]
+        blocks._modules.clear()
+        blocks._modules.update({str(i): child for i, child in enumerate(kept)})
+    if any(t.is_meta for t in (*twin.parameters(), *twin.buffers())):
+        initialise_by_name(twin, seed=0, blueprints=record_blueprints(twin))
+    twin = twin.to("cpu").eval()  # no dropout: a trial compares numbers
+    _detach_from_trainer(twin, module)
+    return twin
+
+
+def _kind_of(block: nn.Module) -> Any:
+    """What tells blocks apart: classes, shapes, and plain attributes that are words or switches."""
+    parts = []
+    for path, child in block.named_modules():
+        words = tuple(sorted((k, v) for k, v in vars(child).items() if isinstance(v, (str, bool)) and k[:1] != "_"))
+        shapes = tuple((n, tuple(p.shape)) for n, p in child._parameters.items() if p is not None)
+        parts.append((path, type(child), words, shapes))
+    return tuple(parts)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _detach_from_trainer(twin: nn.Module, module: nn.Module) -> None:
+    if not hasattr(type(module), "training_step"):
+        return
+    trainer = vars(module).get("_trainer")
+    object.__setattr__(twin, "_trainer", trainer)  # a copy has none
+    for name in ("log", "log_dict"):
+        object.__setattr__(twin, name, _nothing)
+
+
+def runs_of_step(step: str, batch: Any) -> list[Run]:
+    """Two runs of a module's own step, on batches of different shapes.
+
+    Args:
+        step: name of the method, such as ``"training_step"``.
+        batch: of at least two samples where it can be cut, else it is used twice.
+    """
+    pieces = [piece for piece, _ in split_batch(batch, 2)]
+    batches = [batch, pieces[0]] if len(pieces) == 2 else [batch]
+    return [_run_of(step, one) for one in batches]
+
+
+def _run_of(step: str, batch: Any) -> Run:
+    def run(module: nn.Module) -> Tensor:
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+
+        def fitted(leaf: Any) -> Any:
+            # In place operations of the step must not reach the next run's batch.
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf.clone()
+
+        logged: list[Any] = []
+        if hasattr(module, "log"):
+            object.__setattr__(module, "log", lambda name, value, *a, **k: logged.append(value))
+            object.__setattr__(module, "log_dict", lambda values, *a, **k: logged.extend(dict(values).values()))
+        torch.manual_seed(0)
+        method = getattr(module, step)
+        asked = inspect.signature(method).parameters
+        indices = {name: 0 for name in ("batch_idx", "dataloader_idx") if name in asked}
+        rest = [] if indices or len(asked) < 2 else [0]  # an index under a name of the user's
+        output = method(tree_map(fitted, batch), *rest, **indices)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
+            return loss
+        found = [t for t in tree_leaves((output, logged)) if isinstance(t, Tensor) and t.requires_grad]
+        if not found and torch.is_grad_enabled():
+            raise RuntimeError(f"{step} returned nothing that depends on the parameters")
+        return torch.stack([t.float().square().mean() for t in found]).sum() if found else torch.zeros(())
+
+    return run
+
+
+@contextmanager
+def no_collectives() -> Iterator[None]:
+    """Refuse torch.distributed's collectives: the other ranks do not run this. Not to be entered by several threads."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("the step makes a collective of its own, which a trial on one rank cannot")
+
+    names = [name for name in _COLLECTIVES if hasattr(dist, name)]
+    replaced: list[Any] = [patch.object(dist, name, refuse) for name in names]
+    for one in replaced:
+        one.start()
+    try:
+        yield
+    finally:
+        for one in reversed(replaced):
+            one.stop()

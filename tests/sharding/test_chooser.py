@@ -1,0 +1,179 @@
+"""The chooser on modules that people write: what they do with weights, heads and widths is found by running them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_megapar.config import ConfigError
+from lightning_megapar.sharding.by_plan import apply_assignments
+from lightning_megapar.sharding.choice import choose_plan
+from lightning_megapar.sharding.chooser.alone import runs_of_step, stand_alone
+from lightning_megapar.sharding.chooser.choose import Choice, choose
+from lightning_megapar.sharding.chooser.trial import TrialRanks, _Meeting
+from lightning_megapar.sharding.plan import resolve
+
+WIDTH, HEADS, VOCABULARY = 16, 4, 32
+
+
+class Block(nn.Module):
+    """Attention and MLP; ``style`` is how the heads are found."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.style, self.n_head = style, HEADS
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+
+    def attention(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        if self.style == "in turn":  # one head after the other, each with its q, k and v
+            q, k, v = self.qkv(x).view(rows, length, self.n_head, 3, -1).permute(3, 0, 2, 1, 4)
+        elif self.style == "by width":  # nanoGPT: everything follows from the width of the input
+            parts = self.qkv(x).split(width, dim=2)
+            q, k, v = (t.view(rows, length, HEADS, width // HEADS).transpose(1, 2) for t in parts)
+        else:
+            parts = self.qkv(x).chunk(3, -1)
+            q, k, v = (t.view(rows, length, self.n_head, -1).transpose(1, 2) for t in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.proj(y.reshape(rows, length, width if self.style == "by width" else -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(LightningModule):
+    def __init__(self, style: str = "plain", tie: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tie = tie
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(style) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tie == "parameter":
+            self.head.weight = self.table.weight
+
+    def training_step(self, batch: Tensor, index_of_batch: int) -> Any:
+        x = self.table(batch)
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(x, self.table.weight) if self.tie == "function" else self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.roll(-1, 1).flatten())
+        self.log("loss", loss)
+        return {"loss": loss}
+
+
+def tokens(rows: int = 4, length: int = 12) -> Tensor:
+    return torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(rows))
+
+
+def chosen(module: LightningModule, size: int = 2) -> tuple[Choice, dict[str, str]]:
+    twin = stand_alone(module, "blocks")
+    choice = choose(twin, size, runs_of_step("training_step", tokens()))
+    return choice, choice.plan.to_mapping()
+
+
+def held(module: nn.Module, choice: Choice, size: int = 2) -> float:
+    twin = copy.deepcopy(module)
+    apply_assignments(twin, resolve(choice.plan, twin, strict=True), TrialRanks(_Meeting(size), 0))
+    return sum(p.numel() for p in twin.parameters()) / sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [
+        ("plain", {"qkv": "packed_colwise:parts=3,unit=4", "proj": "rowwise:unit=4"}),
+        ("in turn", {"qkv": "colwise:unit=12", "proj": "rowwise:unit=4"}),
+        ("by width", {"qkv": "colwise_gather_output", "proj": "rowwise_split_input"}),
+    ],
+)
+def test_the_order_of_a_fused_weight_is_found_by_running(style: str, expected: dict[str, str]) -> None:
+    module = Net(style)
+    choice, plan = chosen(module)
+    assert choice.verdict.exact(1e-9)
+    assert {name: plan[f"blocks.*.{name}"] for name in expected} == expected
+    assert plan["blocks.*.up"] == "colwise:unit=10" and plan["blocks.*.down"] == "rowwise:unit=10"
+    assert held(module, choice) < 0.6
+
+
+def test_ranks_that_do_not_divide_the_heads_cut_the_rest() -> None:
+    choice, plan = chosen(Net(), size=3)
+    assert choice.verdict.exact(1e-9)
+    assert plan["blocks.*.up"] == "colwise" and plan["blocks.*.down"] == "rowwise"
+    assert plan["blocks.*.qkv"] == "colwise_gather_output"
+
+
+@pytest.mark.parametrize("tie", ["parameter", "function"])
+def test_tied_heads_are_cut_together_or_not_at_all(tie: str) -> None:
+    choice, plan = chosen(Net(tie=tie))
+    assert choice.verdict.exact(1e-9)
+    if tie == "parameter":
+        assert plan["table"] == "embedding_rowwise" and plan["head"] == "colwise_gather_output"
+    else:
+        assert "table" not in plan
+
+
+def test_a_copy_has_one_block_of_each_kind_and_the_module_is_left_alone() -> None:
+    module = Net()
+    module.blocks.append(Block("in turn"))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    twin = stand_alone(module, "blocks")
+    assert len(twin.blocks) == 2 and len(module.blocks) == 4
+    chosen(module)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+def test_random_numbers_of_the_step_do_not_disturb_the_trial() -> None:
+    class Noisy(Net):
+        def training_step(self, batch: Tensor) -> Any:
+            x = self.table(batch)
+            x = x + 0.1 * torch.randn_like(x)
+            for block in self.blocks:
+                x = F.dropout(block(x), 0.1, self.training) + 0.1 * torch.randn_like(x)
+            return F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+
+    choice, plan = chosen(Noisy())
+    assert choice.verdict.exact(1e-9) and len(plan) >= 6
+
+
+def asked(module: nn.Module, batch: Any) -> Any:
+    return choose_plan(
+        module,
+        "auto",
+        2,
+        runs=lambda m: None if batch is None else runs_of_step("training_step", batch),
+        alone=lambda m: stand_alone(m, "blocks"),
+        share=lambda value: value,
+        is_first=True,
+    )
+
+
+def test_what_cannot_be_tried_stays_whole_with_the_reason() -> None:
+    class Broken(Net):
+        def training_step(self, batch: Tensor, index: int) -> Any:
+            raise KeyError("no such thing")
+
+    class Talking(Net):
+        def training_step(self, batch: Tensor, index: int) -> Any:
+            torch.distributed.barrier()
+
+    assert asked(Net(), tokens()).assignments
+    for module, batch, says in [
+        (Net(), None, "no samples"),
+        (Broken(), tokens(), "no such thing"),
+        (Talking(), tokens(), "collective of its own"),
+    ]:
+        choice = asked(module, batch)
+        assert not choice.assignments and says in choice.notes[0], choice.notes
+
+
+def test_a_loss_that_is_not_a_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match="loss of nan"):
+        choose(nn.Linear(4, 4), 2, [lambda m: m(torch.ones(2, 4)).sum() * float("nan")])
