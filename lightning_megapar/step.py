@@ -222,7 +222,7 @@ class Stepper:
             return
         self._rehearsed.add(kind)
         piece, count = pieces[0]
-        rehearsal = Rehearsal(self.cut)
+        rehearsal = Rehearsal(self.cut, self.mesh.size("tensor") > 1 or self.zero is not None)
 
         def once() -> None:
             recorder = LogRecorder()

@@ -10,6 +10,7 @@ divide factor is 1: the loss owns the scale.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +32,7 @@ class ZeroUnits:
         self.units: list[FSDPModule] = []
         for unit in units_of(module, blocks):
             fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+            _keep_containers(unit)
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
@@ -61,6 +63,28 @@ class ZeroUnits:
         for unit in self.units:
             unit.set_requires_gradient_sync(last)
             unit.set_reshard_after_backward(last)
+
+
+def _keep_containers(unit: nn.Module) -> None:
+    """Call a unit with the very lists and dicts that it was called with.
+
+    FSDP2 copies the containers among the arguments, so that what a block puts into a dict that all blocks share would
+    be lost without a word.
+    """
+    given: list[tuple[dict[int, Any], dict[str, Any]]] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        positions = {index: value for index, value in enumerate(args) if isinstance(value, (list, dict))}
+        given[:] = [(positions, {key: value for key, value in kwargs.items() if isinstance(value, (list, dict))})]
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        positions, named = given.pop()
+        if not positions and not named:
+            return None
+        return tuple(positions.get(index, value) for index, value in enumerate(args)), {**kwargs, **named}
+
+    unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    unit.register_forward_pre_hook(after, with_kwargs=True)
 
 
 def units_of(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -274,7 +274,7 @@ class StageCut:
             raise StageError(explain.not_running(block if name in self._index else f"module {name!r}"))
         if self._stages[name] > self.stage:
             if name not in self.group:
-                raise StageError(explain.called_too_early(name, self.plan.stack))
+                raise StageError(explain.called_too_early(name, self.plan.stack, self._next - 1, len(self._index)))
             self._in_order(name)
             raise StageExit(self._boundary())
         self._in_order(name)

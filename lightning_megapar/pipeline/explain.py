@@ -34,10 +34,12 @@ def not_running(what: str) -> str:
     )
 
 
-def called_too_early(name: str, stack: str) -> str:
+def called_too_early(name: str, stack: str, block: int, blocks: int) -> str:
+    where = f"after block {block} of {blocks} (0 to {blocks - 1})" if block >= 0 else "before the first block"
     return (
-        f"module {name!r} lives on the last pipeline stage, but was called before the end of the stack {stack!r}. Say "
-        f"where it is needed: pipeline_keep={{{name!r}: 'first'}} (or 'all')"
+        f"module {name!r} lives on the last pipeline stage, but was called {where} of the pipelined stack {stack!r}. "
+        f"Say where it is needed: pipeline_keep={{{name!r}: 'first'}} (or 'all'); if the step leaves out the blocks in "
+        "between, use less stages: a step must call at least one block of every stage"
     )
 
 

@@ -144,6 +144,13 @@ def notes_of(cut: StageCut, error: Exception | None = None) -> Notes:
     return Notes(cut.stage, needs, copies, changing, frozenset(escapes), text)
 
 
+def has_news(cut: StageCut) -> bool:
+    """Whether this rehearsal has found anything so far that earlier ones had not."""
+    ledger = cut.ledger
+    unknown = any((source, cut.stage) not in cut.known for source in ledger.needs)
+    return unknown or bool(ledger.copies - cut.copied or ledger.changing - cut.changing or cut.watch.escapes)
+
+
 def learn(cut: StageCut, everybody: Sequence[Notes]) -> bool:
     """Take over what all stages need. Whether anything is new (to any stage), so that another rehearsal must follow.
 
@@ -182,21 +189,31 @@ class Rehearsal:
 
     Args:
         cut: this stage's.
+        collectives: the step itself holds collectives (tensor parallelism, FSDP2). A rank that fails alone then leaves
+            its peers inside of one, so that it must end at once instead of telling everybody.
     """
 
-    def __init__(self, cut: StageCut) -> None:
+    def __init__(self, cut: StageCut, collectives: bool = False) -> None:
         self.cut = cut
+        self.collectives = collectives
         self.error: Exception | None = None
 
     def forward(self, forward: Callable[[Any], tuple[bool, Any]], received: Any) -> tuple[bool, Any]:
         """Run one forward; an error does not leave the next stages waiting, :meth:`run` raises it on every rank."""
         if received is not None and "failed" in received:
             return self.cut.is_last, received
+        earlier = received is not None and "news" in received
         try:
-            return forward(received)
+            finished, value = forward(received)
         except Exception as error:
+            # What an earlier stage has only now learnt to send may be what is missing, on all peers alike.
+            if self.collectives and not earlier and not has_news(self.cut):
+                raise
             self.error = error
             return self.cut.is_last, {"failed": True}
+        if not finished and (earlier or has_news(self.cut)):
+            value["news"] = True
+        return finished, value
 
     def run(self, once: Callable[[], None]) -> None:
         """Rehearse until nothing new is learnt. Collective over all ranks.

@@ -20,6 +20,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pipeline_parallel_size": 2}),
     "pp4": (4, {"pipeline_parallel_size": 4}),
     "dp2_pp2": (4, {"data_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "dp2_pp2_zero1": (4, {"data_parallel_size": 2, "pipeline_parallel_size": 2, "zero_stage": 1}),
+    "tp2_pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
 }
 GLOBAL_BATCH = 8
 

@@ -122,6 +122,27 @@ class Auxiliary(Net):
         return nn.functional.cross_entropy(self.head(hidden), batch[1]) + 0.1 * extra.mean()
 
 
+class SharedKeysBlock(TwoStreamBlock):
+    def forward(self, hidden: Tensor, shared: dict[str, Tensor], writes: bool) -> Tensor:  # type: ignore[override]
+        if writes:
+            shared["key"] = self.linear(hidden)
+        return hidden + torch.tanh(self.linear(hidden) + shared["key"])
+
+
+class SharedKeys(Net):
+    """Early blocks leave tensors in a dict, without which late ones fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([SharedKeysBlock() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, shared = self.inp(x), {}  # type: ignore[var-annotated]
+        for index, block in enumerate(self.blocks):
+            hidden = block(hidden, shared, index < 2)
+        return self.head(hidden)
+
+
 class Recomputed(Net):
     """Activation checkpointing around each block, dropout in it."""
 
@@ -224,6 +245,12 @@ class CalledOutside(Net):
 def test_like_plain_lightning(pool: RankPool, module: type[Net], layout: str) -> None:
     expected = hostile.fit(hostile.PLAIN, module)
     hostile.agree(pool.run(hostile.fit, hostile.LAYOUTS[layout][0], layout, module, mode="trainer"), expected)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "dp2_zero1", "tp2_pp2", "dp2_pp2_zero1"])
+def test_values_in_a_shared_dict(pool: RankPool, layout: str) -> None:
+    expected = hostile.fit(hostile.PLAIN, SharedKeys)
+    hostile.agree(pool.run(hostile.fit, hostile.LAYOUTS[layout][0], layout, SharedKeys, mode="trainer"), expected)
 
 
 def test_named_blocks_when_they_are_named(pool: RankPool) -> None:

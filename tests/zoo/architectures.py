@@ -166,7 +166,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         _LOW_RANK,
         _WHOLE,
     ),
-    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": lambda hidden: hidden // 2},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {
@@ -191,16 +191,16 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "gptj": {"rotary_dim": 4},
-    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": lambda hidden: hidden // 2},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["full_attention", "conv"] * 2},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": lambda hidden: hidden // 4, "n_groups": 2, "state_size": 8},
     "prophetnet": {"num_hidden_layers": _DEFAULT, "num_layers": _DEFAULT},
     "qwen4_exp_text": _QWEN_4,
     "reformer": {
         "is_decoder": True,
         "attn_layers": ["local", "lsh", "local", "lsh"],
         "axial_pos_shape": [4, 4],
-        "axial_pos_embds_dim": [8, 24],
+        "axial_pos_embds_dim": lambda hidden: [8, hidden - 8],
         "attention_head_size": 8,
         "feed_forward_size": 64,
         "local_attn_chunk_length": 4,
@@ -214,7 +214,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "zamba2": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""Settings of single architectures that the common sizes do not fit."""
+"""Settings of single architectures that the common sizes do not fit; functions of the hidden size where it matters."""
 
 
 def _has(config: Any, name: str) -> bool:
@@ -231,7 +231,7 @@ def configurations(architecture: Architecture, hidden: int, layers: int) -> list
     whole = CONFIG_MAPPING[architecture.name]
     parts = getattr(whole, "sub_configs", None) or {}
     kinds = [part for key, part in parts.items() if key in ("text_config", "decoder") and isinstance(part, type)]
-    special = _SPECIAL.get(architecture.name, {})
+    special = {k: v(hidden) if callable(v) else v for k, v in _SPECIAL.get(architecture.name, {}).items()}
     settings = {**_sizes(hidden, layers), **special}
     made = []
     for kind in [*kinds, whole]:

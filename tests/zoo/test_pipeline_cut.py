@@ -38,13 +38,21 @@ def test_refused(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hidden", "stages"), [(32, 2), (64, 2), (32, 4)])
-def test_every_class(hidden: int, stages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hidden", "stages", "also"),
+    [
+        (32, 2, set()),
+        (64, 2, set()),
+        # Two double blocks only; a block for images that text alone leaves out.
+        (32, 4, {"longcat_flash", "mllama"}),
+    ],
+)
+def test_every_class(hidden: int, stages: int, also: set[str], tmp_path: Path) -> None:
     found = verdicts(hidden=hidden, stages=stages)
     (tmp_path / "pipeline.md").write_text(markdown(found))
     bad = {name: v for name, v in found.items() if v.kind in ("wrong", "crash")}
     assert not bad
-    assert {name for name, v in found.items() if v.kind == "refused"} == REFUSED
+    assert {name for name, v in found.items() if v.kind == "refused"} == REFUSED | also
     assert sum(v.kind == "exact" for v in found.values()) >= 170
 
 
