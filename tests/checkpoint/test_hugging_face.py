@@ -315,11 +315,6 @@ def test_memory_of_a_start_is_that_of_the_share(pool: RankPool, tmp_path: Path, 
     largest, file = 8000 * 512 * 4, 40_000_000
     world, options = LAYOUTS[layout]
     share = 50e6 if layout == "tp2_pp2" else 100e6
-    if layout == "tp2_pp2":
-        # transformers' own plan, written out: to choose one, rank 0 tries a shortened copy of the model.
-        plan = {f"model.model.{name}": style for name, style in config.base_model_tp_plan.items()}
-        plan |= {"model.model.embed_tokens": "embedding_rowwise", "model.lm_head": "colwise_gather_output"}
-        options = {**options, "sharding_plan": plan}
     if from_files:
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "in", max_shard_size="50MB")
         options = {**options, "load_from": str(tmp_path / "in")}
