@@ -19,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_megapar.batches import SPLIT_HINT
 from lightning_megapar.config import ConfigError, divisors, nearest
 from lightning_megapar.data.sampler import ResumableSampler
+from lightning_megapar.mesh import all_gather_single
 from lightning_megapar.trees import in_any_tree
 
 
@@ -95,7 +96,7 @@ class AgreeingLoader:
             batch = next(batches, end)
             mine = torch.tensor([int(batch is not end)], device=self._device)
             votes = torch.empty(len(self._data_ranks), dtype=mine.dtype, device=self._device)
-            dist.all_gather_into_tensor(votes, mine)
+            all_gather_single(votes, mine)
             went_on = {rank for rank, vote in zip(self._data_ranks, votes.tolist()) if vote}
             ended = {rank for rank, vote in zip(self._data_ranks, votes.tolist()) if not vote}
             if went_on & ended:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_megapar.batches import refuse_unlike_batches
-from lightning_megapar.mesh import ParallelMesh
+from lightning_megapar.mesh import ParallelMesh, all_gather_single
 from lightning_megapar.pipeline.away import Away, present
 
 _FIXED = 7  # flag, signature, entries, loss sum, loss weight, capacity wanted, fingerprint of the batch
@@ -244,7 +244,7 @@ class LogExchange:
     def _gather(self, packet: Tensor) -> list[list[float]]:
         world = self.mesh.layout.world_size
         out = torch.empty(world * packet.numel(), dtype=packet.dtype, device=packet.device)
-        dist.all_gather_into_tensor(out, packet)
+        all_gather_single(out, packet)
         return out.view(world, -1).tolist()
 
     def _report(self, rows: list[list[float]], key: int, flags: tuple[float, ...] = ()) -> StepReport:

@@ -31,10 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megapar.config import ConfigError
-
-# torch 2.13 renamed both and warns of the old names, which torch 2.11 knows alone.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from lightning_megapar.mesh import all_gather_single, reduce_scatter_single
 
 Pending = Callable[[], Tensor]
 """A collective in flight: call it to wait for the result."""
@@ -82,7 +79,7 @@ class TensorRanks:
         pieces = x.new_empty((self.size, *x.shape))
         # gloo knows only the concatenated form: flat along the first dimension.
         flat = pieces.flatten(0, 1) if x.ndim else pieces
-        work = _all_gather(flat, x.contiguous(), group=self.group, async_op=True)
+        work = all_gather_single(flat, x.contiguous(), group=self.group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
@@ -132,7 +129,7 @@ def start_sequence_scatter(x: Tensor, ranks: TensorRanks) -> Pending:
     check_sequence(length, ranks)
     pieces = x.reshape(*lead, ranks.size, length // ranks.size, width).movedim(-3, 0).contiguous()
     result = x.new_empty((*lead, length // ranks.size, width))
-    work = _reduce_scatter(result, pieces.flatten(0, 1), group=ranks.group, async_op=True)
+    work = reduce_scatter_single(result, pieces.flatten(0, 1), group=ranks.group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
