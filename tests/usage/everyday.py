@@ -133,7 +133,8 @@ def gradients(trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
     strategy: Any = trainer.strategy
     if not hasattr(strategy, "prepared"):
         return {n: p.grad.detach().clone() for n, p in module.named_parameters() if p.grad is not None}
-    held = {r.name: r.parameter.grad.detach() for r in strategy.prepared.parameters if r.parameter.grad is not None}
+    records = [r for r in strategy.prepared.parameters if r.parameter.grad is not None]
+    held = {r.name: r.as_value(r.parameter.grad.detach()) for r in records}
     # Frozen parameters have none, on any rank.
     everyone: list[Any] = [list(held)] * strategy.layout.world_size
     if len(everyone) > 1:
