@@ -94,6 +94,24 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class PlainBlock(nn.Module):
+    """Of torch's own layers, which a strategy shards by a plan, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class PlainNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[PlainBlock() for _ in range(4)])
+
+
 class Memory(Logger):
     """A logger that keeps what it is given."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import everyday
 import pytest
 import torch
-from everyday import BOTH, Block, Net, slow
+from everyday import BOTH, Net, PlainBlock, slow
 from pool import RankPool
 from torch import Tensor, nn
 
@@ -157,15 +157,6 @@ class CompiledInPlace(Net):
     def configure_model(self) -> None:
         for block in self.blocks:
             block.compile(backend="aot_eager")
-
-
-class PlainBlock(Block):
-    """Of torch's own layers: replicated under tensor parallelism."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.norm = nn.LayerNorm(16)
-        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))  # type: ignore[assignment]
 
 
 class CompiledPlain(CompiledAot):

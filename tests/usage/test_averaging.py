@@ -55,7 +55,7 @@ def layout_options(layout: str) -> dict[str, Any]:
     return {}
 
 
-def average(layout: str, root: str, kinds: tuple[str, ...]) -> dict[str, Any]:
+def average(layout: str, root: str, kinds: tuple[str, ...], module: type[Net] = Net) -> dict[str, Any]:
     """Per kind a run of two epochs with a checkpoint; the last one is gone on from, starting with other values."""
     results: dict[str, Any] = {}
     plain_layout = layout.replace("_zero1", "")
@@ -63,7 +63,7 @@ def average(layout: str, root: str, kinds: tuple[str, ...]) -> dict[str, Any]:
         directory = f"{root}/{kind}"
         saver = ModelCheckpoint(directory, "middle", every_n_train_steps=6, save_top_k=1)
         first = everyday.fit(
-            plain_layout, Net, callbacks=[of_kind(kind), saver], validate=True, enable_checkpointing=True,
+            plain_layout, module, callbacks=[of_kind(kind), saver], validate=True, enable_checkpointing=True,
             default_root_dir=root, **layout_options(layout),
         )  # fmt: skip
         results[kind] = first
@@ -73,7 +73,7 @@ def average(layout: str, root: str, kinds: tuple[str, ...]) -> dict[str, Any]:
     trainer = everyday.make_trainer(plain_layout, [watch, of_kind(kinds[-1])], max_epochs=3, **layout_options(layout))
     torch.manual_seed(9 if interrupted else 0)
     trainer.fit(
-        Net().double(),
+        module().double(),
         everyday.loader(plain_layout),
         everyday.loader(plain_layout, 12, 4),
         ckpt_path=f"{root}/{kinds[-1]}/middle.ckpt" if interrupted else None,
@@ -106,6 +106,14 @@ def test_averages_equal_plain_lightning_s(pool: RankPool, tmp_path: Path, layout
         for name, value in saved[key].items():
             torch.testing.assert_close(exported[key][name], value, rtol=1e-9, atol=1e-9)
     assert int(exported["averaging_state"]["n_averaged"]) == 6
+
+
+def test_averages_of_parameters_that_a_plan_has_cut(pool: RankPool, tmp_path: Path) -> None:
+    expected = average(everyday.PLAIN, str(tmp_path / "plain"), ("ema",), everyday.PlainNet)
+    root = str(tmp_path / "tp2")
+    results = pool.run(average, 2, "tp2", root, ("ema",), everyday.PlainNet, mode="trainer")
+    for name in ("ema", "resumed"):
+        everyday.agree([rank[name] for rank in results], expected[name])
 
 
 def resume_plain(layout: str, path: str) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class Lazy(everyday.Net):
         self.inp = None
     def configure_model(self):
         if self.inp is None:
-            made = everyday.Net()
+            made = everyday.PlainNet() if "cut" in sys.argv else everyday.Net()
             self.inp, self.blocks, self.head = made.inp, made.blocks, made.head
             self.aux = torch.nn.ModuleList([torch.nn.Identity()])
 model = Lazy()
@@ -151,6 +151,14 @@ def test_layers_made_on_the_meta_device_come_back_real(scripts: CaseServer) -> N
         found[layout] = torch.load(result.directory / "found.pt")
     for layout in ("tp2", "dp2"):  # the seed's values, whatever the layout
         assert differences(found[layout], found["pp2"], tolerance=1e-5) == []
+
+
+def test_parameters_that_a_plan_has_cut_come_back_whole(scripts: CaseServer) -> None:
+    results = [scripts.run(LAZY, layout, "cut") for layout in ("pp2", "tp2")]
+    assert [r.code for r in results] == [0, 0], results[-1].text
+    assert "colwise" in results[1].out  # the table of the plan
+    one, other = (torch.load(r.directory / "found.pt") for r in results)
+    assert differences(other, one, tolerance=1e-5) == []
 
 
 FAILS = """
