@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +208,8 @@ class MegaParStrategy(MeshStrategy):
         module._device_mesh = self.mesh.device_mesh
         trainer: Any = module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
-            defer_copies(averaging_callbacks(trainer.callbacks), module, self.model_sharded_context)
+            context = self.tensor_init_context if self.empty_init else nullcontext
+            defer_copies(averaging_callbacks(trainer.callbacks), module, context)
         # Lightning would shuffle a training loader that says shuffle=False; prepare_loader injects the sampler.
         connector = module.trainer._accelerator_connector
         if connector.use_distributed_sampler:

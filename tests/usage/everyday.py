@@ -216,7 +216,7 @@ def fit(
     """Train on this rank; ``validate=True`` takes twelve samples. What comes back must not depend on the layout."""
     watch = Watch()
     memories = [Memory(f"memory{i}") for i in range(loggers)]
-    trainer = make_trainer(layout, [watch, *callbacks], logger=memories or False, **kwargs)
+    trainer = make_trainer(layout, [*callbacks, watch], logger=memories or False, **kwargs)
     torch.manual_seed(0)
     made = module().double()
     val = loader(layout, 12, 4) if validate is True else validate

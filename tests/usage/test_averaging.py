@@ -11,6 +11,7 @@ import torch
 from everyday import Net, slow
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from pool import RankError, RankPool
+from strategy.hostile import differences
 from torch import Tensor, nn
 
 LAYOUTS = ("pp2", "tp2", slow("dp2_pp2"), slow("dp2_tp2"), slow("dp2_zero1"))
@@ -70,7 +71,7 @@ def average(layout: str, root: str, kinds: tuple[str, ...], module: type[Net] = 
     # Plain Lightning starts an interrupted epoch's data anew: its own run is not interrupted.
     interrupted = layout != everyday.PLAIN
     watch = everyday.Watch()
-    trainer = everyday.make_trainer(plain_layout, [watch, of_kind(kinds[-1])], max_epochs=3, **layout_options(layout))
+    trainer = everyday.make_trainer(plain_layout, [of_kind(kinds[-1]), watch], max_epochs=3, **layout_options(layout))
     torch.manual_seed(9 if interrupted else 0)
     trainer.fit(
         module().double(),
@@ -118,7 +119,7 @@ def test_averages_of_parameters_that_a_plan_has_cut(pool: RankPool, tmp_path: Pa
 
 def resume_plain(layout: str, path: str) -> dict[str, Any]:
     watch = everyday.Watch()
-    trainer = everyday.make_trainer(layout, [watch, of_kind("ema")], max_epochs=3)
+    trainer = everyday.make_trainer(layout, [of_kind("ema"), watch], max_epochs=3)
     trainer.fit(Net().double(), everyday.loader(layout), everyday.loader(layout, 12, 4), ckpt_path=path)
     return {"validations": watch.validations, "of_rank_0": {"weights": watch.weights}}
 
@@ -158,6 +159,21 @@ def twice(layout: str, module: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("layout", "module"), [("pp2", "Lazy"), slow("tp2", "Lazy"), slow("pp2", "Normed")])
 def test_lazy_layers_and_a_second_trainer(pool: RankPool, layout: str, module: str) -> None:
     everyday.compare(pool, twice, layout, module, tolerance=1e-7 if module == "Normed" else 1e-9)
+
+
+def from_nothing(layout: str) -> list[dict[str, Any]]:
+    """With and without the callback, layers made on the meta device: the same values by name."""
+    options = {"strategy_options": {"empty_init": True, "seed": 4}, "max_epochs": 1}
+    return [everyday.fit(layout, Lazy, callbacks=more, **options) for more in ([], [of_kind("ema")])]
+
+
+@pytest.mark.parametrize("layout", ["pp2", slow("tp2")])
+def test_layers_made_on_the_meta_device(pool: RankPool, layout: str) -> None:
+    without, averaged = pool.run(from_nothing, 2, layout, mode="trainer")[0]
+    for name in ("losses", "batches"):
+        assert differences(averaged[name], without[name]) == []
+    assert differences(averaged["of_rank_0"]["gradients"], without["of_rank_0"]["gradients"]) == []
+    assert differences(averaged["of_rank_0"]["weights"], without["of_rank_0"]["weights"]) != []
 
 
 def elsewhere(layout: str) -> None:
