@@ -1,0 +1,277 @@
+"""How a strategy runs steps: training, evaluation, backward, clipping, loaders, and leaving at a step's boundary."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_megapar.batches import batch_size_of
+from lightning_megapar.checkpoint.training import DataPosition
+from lightning_megapar.config import ParallelConfig
+from lightning_megapar.data.sampler import ResumableSampler
+from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm
+from lightning_megapar.launch import shield_worker
+from lightning_megapar.launch.preemption import EXIT_CODE
+from lightning_megapar.loaders import prepare_loader, same_on_all_ranks
+from lightning_megapar.state_strategy import StateStrategy, unwrapped
+from lightning_megapar.step import StepContractError, StepResult
+from lightning_megapar.step_log import replay
+from lightning_megapar.trees import PREFIXES, of_tree, tree_of
+
+
+class StepStrategy(StateStrategy):
+    """The hooks that Lightning calls for each batch; they delegate to a :class:`~lightning_megapar.step.Stepper`.
+
+    Args: as in :class:`~lightning_megapar.state_strategy.StateStrategy`.
+    """
+
+    def __init__(
+        self, config: ParallelConfig, timeout_seconds: float, process_group_backend: str | None, seed: int | None
+    ) -> None:
+        super().__init__(config, timeout_seconds, process_group_backend, seed)
+        self._leave_requested = False
+        self._accumulating = False
+        self._reduced = False  # manual optimization: a backward of this step has averaged its gradients
+        self._inject_sampler = True
+        self._train_sampler: ResumableSampler | None = None
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Lightning enters it for every batch after which the optimizer does not step."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    @property
+    def _is_plain(self) -> bool:
+        """One rank, one microbatch: the user's step is the whole step, as in plain Lightning."""
+        return self.layout.world_size == 1 and self.num_microbatches == 1
+
+    def on_train_start(self) -> None:
+        if self._resumed is None:
+            return
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        # A checkpoint from the very end of an epoch says that all its batches are done; Lightning would count them
+        # into the epoch that follows, and leave it after one batch.
+        if progress.completed == progress.ready >= trainer.num_training_batches:
+            progress.reset()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._leave_if_requested()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        self._where = f"training step {trainer.global_step}"
+        self._reduced = False
+        alone = self._is_plain and trainer.accumulate_grad_batches == 1
+        if alone or not module.automatic_optimization:
+            with self.precision_plugin.train_step_context():
+                output = module.training_step(*args, **kwargs)
+            self._leave_requested = self._leave_requested or self._preemption.is_set
+            self._count_samples(trainer, batch_size_of(args[0]) or 1)
+            return output
+        result = self.stepper.train(
+            lambda piece: module.training_step(piece, *args[1:], **kwargs),
+            args[0],
+            results=trainer._results,
+            accumulate=trainer.accumulate_grad_batches,
+            is_last_of_window=not self._accumulating,
+            flag=float(self._preemption.is_set),
+            share=self._is_seen("on_train_batch_end"),
+            nominal=getattr(trainer.train_dataloader, "batch_size", None),
+        )
+        self._after_step(result)
+        self._count_samples(trainer, result.samples)
+        return result.output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("validation", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("test", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predictions of this rank's batch, on every stage (sent from the last one)."""
+        return self._evaluation_step("predict", *args, **kwargs)
+
+    def _is_seen(self, hook: str) -> bool:
+        """Whether somebody's code gets a step's outputs: then every stage needs them, not only the last one."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        owners = (self.lightning_module, *trainer.callbacks) if self.layout.pipeline > 1 else ()
+        return any(
+            not str(getattr(getattr(owner, hook, None), "__module__", "")).startswith((*PREFIXES, "lightning_megapar."))
+            for owner in owners
+        )
+
+    def _evaluation_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        self._where = f"{kind} step {args[1] if len(args) > 1 else ''}".rstrip()
+        self._leave_if_requested()
+        step = getattr(module, f"{kind}_step")
+        loaders = {"validation": "val_dataloaders"}.get(kind, f"{kind}_dataloaders")
+        if self._is_plain:
+            self._leave_requested = self._preemption.is_set
+            with self.precision_plugin.forward_context():
+                return step(*args, **kwargs)
+        result = self.stepper.evaluate(
+            lambda piece: step(piece, *args[1:], **kwargs),
+            args[0],
+            results=trainer._results,
+            flag=float(self._preemption.is_set),
+            share=kind == "predict" or self._is_seen(f"on_{kind}_batch_end"),
+            nominal=getattr(getattr(trainer, loaders), "batch_size", None),
+            kind=kind,
+        )
+        self._after_step(result)
+        if self._averaging and self.prepared.zero is not None:
+            self.prepared.zero.reshard()  # weights are swapped after the validation, and they are the shards
+        return result.output
+
+    def _after_step(self, result: StepResult) -> None:
+        assert self.lightning_module is not None
+        replay(
+            self.lightning_module.trainer,
+            result.report,
+            self._metrics,
+            self.root_device,
+            self.stepper.loss_dtype,
+        )
+        self._leave_requested = self._leave_requested or any(result.report.flags)
+
+    def _count_samples(self, trainer: Any, samples: int) -> None:
+        epoch = trainer.current_epoch
+        if self._train_sampler is not None:
+            self._train_sampler.started()
+            epoch = self._train_sampler.epoch
+        used = self._position.consumed if epoch == self._position.epoch else 0
+        if self._train_sampler is not None:
+            # What the sampler gave, whatever shape the batch was collated into.
+            left = (self._train_sampler.num_samples - used) // self.data_parallel_size
+            samples = min(self._train_sampler.batch_size, left) if left > 0 else samples
+        self._position = DataPosition(used + samples * self.data_parallel_size, epoch)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.lightning_module
+        assert module is not None
+        if module.automatic_optimization or self.layout.world_size == 1:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        losses: list[Tensor] = []
+        self.stepper.backward_alone(
+            lambda: losses.append(super(StepStrategy, self).backward(closure_loss, optimizer, *args, **kwargs))
+        )
+        self._reduced = True
+        return losses[0]
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        manual = not module.automatic_optimization and self.layout.world_size > 1
+        nothing = of_tree(tree_of(module), "core.optimizer", "do_nothing_closure")
+        if manual and closure is nothing and not self._reduced:
+            raise StepContractError(
+                f"{type(module).__name__}.training_step steps an optimizer without self.manual_backward(loss): the "
+                "gradients of loss.backward() are not averaged over the ranks; call self.manual_backward(loss)"
+            )
+        return self.precision_plugin.optimizer_step(optimizer, model=model or module, closure=closure, **kwargs)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        wrapper = of_tree(tree_of(self.lightning_module), "core.optimizer", "LightningOptimizer")
+        self._optimizers = optimizers
+        self._lightning_optimizers = [wrapper._to_lightning_optimizer(one, self) for one in optimizers]
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        module = self.lightning_module
+        configure = of_tree(tree_of(module), "core.optimizer", "_init_optimizers_and_lr_schedulers")
+        self.optimizers, self.lr_scheduler_configs = configure(module)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Global norm of the current gradients, each logical parameter counted once; equal on every rank.
+
+        Meaningful from ``on_after_backward`` of the last batch of an accumulation window to ``zero_grad``.
+
+        Returns:
+            0-dim float64 tensor.
+        """
+        return gradient_norm(self.stepper.parameters, self.mesh, norm_type)
+
+    def _clip_gradients(
+        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        """Stands in for ``Precision.clip_gradients``: the same rule on the global norm."""
+        if not clip_val or clip_val <= 0:
+            return
+        optimizer = unwrapped(optimizer)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = [p for p in self.stepper.parameters if id(p.parameter) in held]
+        if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
+            clip_by_value(parameters, clip_val)
+        else:
+            clip_by_norm(parameters, gradient_norm(parameters, self.mesh), clip_val)
+
+    # -- data --------------------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        prepared = prepare_loader(
+            dataloader,
+            data_rank=self.data_parallel_rank,
+            data_size=self.data_parallel_size,
+            seed=self.seed,
+            training=trainer.training,
+            predicting=trainer.predicting,
+            num_microbatches=self.num_microbatches,
+            inject_sampler=self._inject_sampler,
+            resume=None if self._resumed is None else (self._resumed.consumed, self._resumed.epoch),
+            worker_init=shield_worker,
+        )
+        if trainer.training:
+            sampler = getattr(prepared, "sampler", None)
+            self._train_sampler = sampler if isinstance(sampler, ResumableSampler) else None
+        if self.layout.world_size > 1:
+            places = [self.layout.coordinates(rank)["data"] for rank in range(self.layout.world_size)]
+            prepared = same_on_all_ranks(prepared, places, self.root_device)
+        return prepared
+
+    # -- leaving early -----------------------------------------------------------------------------------------------
+
+    def _leave_if_requested(self) -> None:
+        """All ranks learnt of a SIGTERM in the same packet: save at this step boundary and leave with code 143."""
+        if not self._leave_requested:
+            return
+        self._preemption.set()  # on ranks that got no signal themselves: from here on they heed none
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            callback = trainer.checkpoint_callback
+            directory = getattr(callback, "dirpath", None) or trainer.default_root_dir
+            path = Path(directory) / f"preempted-step={trainer.global_step}.ckpt"
+            trainer.save_checkpoint(path)
+            if self.is_global_zero:
+                print(f"stopped by a signal at step {trainer.global_step}; saved {path}", file=sys.stderr, flush=True)
+        self._preemption.leave()
+        raise SystemExit(EXIT_CODE)
