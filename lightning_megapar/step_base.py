@@ -1,0 +1,233 @@
+"""What a step of any kind needs on one rank, and what it leaves; :mod:`lightning_megapar.step` runs the steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megapar.batches import (
+    fingerprint,
+    refuse_unlike_batches,
+)
+from lightning_megapar.config import ConfigError
+from lightning_megapar.data_parallel.gradients import GradientReducer
+from lightning_megapar.data_parallel.parameters import LogicalParameter, trainable
+from lightning_megapar.data_parallel.zero import ZeroUnits
+from lightning_megapar.mesh import ParallelMesh
+from lightning_megapar.pipeline.cut import StageCut
+from lightning_megapar.pipeline.rehearsal import Rehearsal
+from lightning_megapar.pipeline.runtime import PipelineRuntime
+from lightning_megapar.pipeline.schedules import Schedule, build_schedule
+from lightning_megapar.random_streams import RandomStreams, generators_kept
+from lightning_megapar.step_log import LogExchange, LogRecorder, StepReport
+
+
+class StepContractError(RuntimeError):
+    """The user's step returned something that a pipelined or data-parallel step cannot use."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves for the strategy.
+
+    Args:
+        output: what Lightning gets.
+        report: reduced logs, loss and flags; the same on every rank.
+        samples: samples of this rank's batch.
+    """
+
+    output: Any
+    report: StepReport
+    samples: int
+
+
+@dataclass
+class Window:
+    """An accumulation window: from a zero_grad to an optimizer step."""
+
+    is_open: bool = False
+    by_tokens: bool = False
+    unit: float = 0.0
+    weight: float = 0.0
+
+
+class StepperBase:
+    """What training and evaluation steps of one rank share: its pieces, its switches, one call of the user's step.
+
+    Args:
+        mesh: the ranks.
+        device: this rank's device.
+        parameters: this rank's logical parameters.
+        owner: what the parameters belong to; see :meth:`fits`.
+        cut: this stage's share of the module, ``None`` without a pipeline.
+        zero: FSDP2 units, ``None`` for zero_stage 0.
+        schedule: schedule name.
+        num_microbatches: microbatches per batch (fewer for a ragged last batch).
+        streams: seeds torch's generators for each microbatch; ``None`` leaves them alone.
+        forward_context: makes the precision plugin's context around one forward.
+    """
+
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        device: torch.device,
+        parameters: Sequence[LogicalParameter],
+        *,
+        owner: object = None,
+        cut: StageCut | None = None,
+        zero: ZeroUnits | None = None,
+        schedule: str = "1f1b",
+        num_microbatches: int = 1,
+        streams: RandomStreams | None = None,
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.mesh = mesh
+        self.device = device
+        self.owner = owner
+        self.cut = cut
+        self.zero = zero
+        self.schedule_name = schedule
+        self.num_microbatches = num_microbatches
+        self.streams = streams
+        self.forward_context = forward_context
+        self._parameters = list(parameters)
+        self._frozen = self._fixed_switches()
+        self._running = False
+        self._compared: set[str] = set()
+        # The same on every stage, whether or not it sees the loss.
+        double = any(record.parameter.dtype == torch.float64 for record in parameters)
+        self.loss_dtype = torch.float64 if double else torch.float32
+        self.runtime = PipelineRuntime(mesh, device)
+        self.reducer = GradientReducer(parameters, mesh)
+        self.exchange = LogExchange(mesh, device)
+        self.steps = 0
+        self._token_unit: float | None = None
+        self._window = Window()
+        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._agreed = mesh.size("tensor") == 1
+        self._rehearsed: set[str] = set()
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the user's step is being called right now."""
+        return self._running
+
+    @property
+    def parameters(self) -> list[LogicalParameter]:
+        """What is trainable now; callbacks may freeze and unfreeze between steps."""
+        return trainable(self._parameters)
+
+    def _fixed_switches(self) -> dict[str, bool]:
+        """``requires_grad`` of the parameters that must keep it: FSDP2's, and those that several stages share."""
+        fixed = (p for p in self._parameters if p.data_sharded or len(p.stages) > 1)
+        return {p.name: p.parameter.requires_grad for p in fixed}
+
+    def fits(self, mesh: ParallelMesh, owner: object) -> bool:
+        """Whether this stepper can go on for a later run, with its groups, connections and schedules."""
+        return self.mesh is mesh and self.owner is owner
+
+    def begin_run(self) -> None:
+        """Forget an accumulation window that an earlier run left open."""
+        self._window = Window()
+
+    def _refuse_switched(self) -> None:
+        now = self._fixed_switches()
+        switched = [name for name, required in self._frozen.items() if now[name] != required]
+        if switched:
+            raise ConfigError(
+                f"requires_grad of {switched[:3]} was changed after set-up (by unfreezing or toggle_optimizer), which "
+                "works neither with zero_stage=1 nor for parameters that several pipeline stages share; use "
+                "zero_stage=0 (and pipeline_parallel_size=1 for shared ones), or freeze in configure_model"
+            )
+
+    # -- pieces shared by training and evaluation --------------------------------------------------------------------
+
+    def _schedule(self, name: str, microbatches: int) -> Schedule:
+        key = (name, microbatches)
+        if key not in self._schedules:
+            self._schedules[key] = build_schedule(name, self.mesh.size("pipeline"), microbatches)
+        return self._schedules[key]
+
+    def _call(self, step: Callable[[], Any], microbatch: int, received: Any) -> tuple[bool, Any]:
+        if self.streams is not None:
+            self.streams.begin_microbatch(self.steps, microbatch)
+        self._running = True
+        try:
+            with self.forward_context():
+                finished, value = (True, step()) if self.cut is None else self.cut.call(step, received)
+        finally:
+            self._running = False
+        return finished, value
+
+    def _keep_generators(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.streams is None else generators_kept()
+
+    def _fingerprint(self, batch: Any, pieces: int, kind: str) -> Tensor | float:
+        """What peers compare in the step's packet; the first time at once, before a difference can make them hang."""
+        if self.mesh.size("tensor") * self.mesh.size("pipeline") == 1:
+            return 0.0
+        mark = fingerprint(batch, self.device)
+        if kind not in self._compared:
+            self._compared.add(kind)
+            marks: list[Any] = [None] * self.mesh.layout.world_size
+            dist.all_gather_object(marks, (pieces, float(mark)))
+            data_ranks = [self.mesh.layout.coordinates(r)["data"] for r in range(len(marks))]
+            refuse_unlike_batches([count for count, _ in marks], data_ranks)
+            refuse_unlike_batches([value for _, value in marks], data_ranks)
+        return mark
+
+    def _rehearse(self, kind: str, step: Callable[[Any], Any], pieces: Sequence[tuple[Any, int]], results: Any) -> None:
+        """Before the first step of a kind: find out what each stage needs, refuse what cannot be cut."""
+        if self.cut is None or kind in self._rehearsed:
+            return
+        self._rehearsed.add(kind)
+        piece, count = pieces[0]
+        rehearsal = Rehearsal(self.cut, self.mesh.size("tensor") > 1 or self.zero is not None)
+
+        def once() -> None:
+            recorder = LogRecorder()
+            recorder.begin_microbatch(0, count)
+
+            def forward(received: Any) -> tuple[bool, Any]:
+                with recorder.attached(results):
+                    finished, value = self._call(lambda: step(piece), 0, received)
+                if finished:
+                    recorder.complete()
+                return finished, value
+
+            with self._keep_generators():
+                schedule = self._schedule("forward", 1)
+                self.runtime.run(schedule, lambda _, received: rehearsal.forward(forward, received))
+
+        rehearsal.run(once)
+
+    def _fill_absent_logs(self, recorder: LogRecorder) -> None:
+        if self.cut is None or not self.cut.is_last:
+            return
+        names = recorder.fill_absent()
+        if names:
+            warnings.warn(
+                f"self.log got not-a-number for {names}: these values are computed on an earlier pipeline stage, and "
+                "the first step did not log them, so that they do not travel. Log them in every step, or values from "
+                "after the stack",
+                stacklevel=2,
+            )
+
+    def _unit(self, window: Window, samples: int) -> float:
+        """The weight that counts as 1 while microbatch losses are scaled."""
+        if window.by_tokens:
+            return window.unit
+        return self._token_unit or float(samples * self.mesh.size("data"))
+
+    def _weight(self, samples: int, tokens: Any) -> Tensor:
+        """What a microbatch's loss counts for: 0-dim float64 on the device (reading it there would stall a GPU)."""
+        count = samples if tokens is None else tokens
+        return torch.as_tensor(count, dtype=torch.float64, device=self.device).detach()
