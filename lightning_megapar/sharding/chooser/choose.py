@@ -134,8 +134,11 @@ def choose(
         plan = _with_addends(plan, verdict, bench.module) if verdict is not None else ShardingPlan()
         found.append(Found("(plan)", plan.rules[0].why if plan.rules else "dropped", 1, reason))
     skip = {a.path for a in resolve(plan, bench.module, strict=False)} if plan.rules else set()
-    seen = survey(bench.module, runs[0], skip)
-    held = dict(bench.module.named_modules())
+    # A copy: some modules change in their first run (BigBird chooses its attention by the length of what it sees), and
+    # trials must start from what the ranks will start from.
+    traced = copy.deepcopy(bench.module)
+    seen = survey(traced, runs[0], skip)
+    held = dict(traced.named_modules())
     star = BlockNames(held).star
     candidates: list[tuple[str, Iterable[Hypothesis]]] = []
     for kind, pairs in seen.pairs.items():
