@@ -124,7 +124,7 @@ def check(cfg: DictConfig, module: Finetune, plan: Any) -> None:
     """Refuse a model that the data or the layout does not fit; builds it without memory."""
     from lightning_megapar.checkpoint.hugging_face.reading import check_load_from
     from lightning_megapar.data import VOCAB_SIZE
-    from lightning_megapar.prepare import check_module
+    from lightning_megapar.strategy.prepare import check_module
 
     text = module.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)

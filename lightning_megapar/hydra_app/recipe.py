@@ -99,7 +99,7 @@ def settle_devices(cfg: DictConfig, model: GPTConfig | None = None) -> RunPlan:
     Args:
         cfg: the task's configuration.
         model: a decoder of this package; ``None`` for a module of another kind, see
-            :func:`~lightning_megapar.prepare.check_module`.
+            :func:`~lightning_megapar.strategy.prepare.check_module`.
 
     Raises:
         ConfigError: what cannot work, naming the nearest valid values.

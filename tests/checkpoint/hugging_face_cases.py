@@ -238,8 +238,8 @@ def save_whole(module: Any, directory: Path, part: str | None = None) -> None:
     """Write a module that is whole in this one process."""
     from lightning_megapar.checkpoint.hugging_face.saving import find_blueprint, save_hugging_face
     from lightning_megapar.data_parallel.parameters import ModuleNames
-    from lightning_megapar.prepare import local_state
     from lightning_megapar.sharding.blueprint import record_blueprints
+    from lightning_megapar.strategy.prepare import local_state
 
     names = ModuleNames.record(module)
     blueprint = find_blueprint(record_blueprints(module), part)
@@ -316,9 +316,9 @@ def filled(module: Any, load_from: Any, exceptions: Any = ()) -> Any:
     """Fill a whole module in this one process, as set-up does; returns it."""
     from lightning_megapar.checkpoint.hugging_face.reading import check_load_from, fill_module, plan_reading
     from lightning_megapar.data_parallel.parameters import ModuleNames
-    from lightning_megapar.prepare import local_state
     from lightning_megapar.sharding.blueprint import record_blueprints
     from lightning_megapar.sharding.initialise import initialise_by_name
+    from lightning_megapar.strategy.prepare import local_state
 
     names, blueprints = ModuleNames.record(module), record_blueprints(module)
     readings = plan_reading(module, names, blueprints, check_load_from(load_from), exceptions)
@@ -340,8 +340,8 @@ def fill_with_one_truncated_file(config: Any, source: str) -> str:
     from lightning_megapar.checkpoint import CheckpointError
     from lightning_megapar.checkpoint.hugging_face.reading import check_load_from, fill_module, plan_reading
     from lightning_megapar.data_parallel.parameters import ModuleNames
-    from lightning_megapar.prepare import local_state
     from lightning_megapar.sharding.blueprint import record_blueprints
+    from lightning_megapar.strategy.prepare import local_state
 
     own = Path(f"{source}-{dist.get_rank()}")
     shutil.copytree(source, own)

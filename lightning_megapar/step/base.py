@@ -1,4 +1,4 @@
-"""What a step of any kind needs on one rank, and what it leaves; :mod:`lightning_megapar.step` runs the steps."""
+"""What a step of any kind needs on a rank and what it leaves; :mod:`lightning_megapar.step.stepper` runs the steps."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from lightning_megapar.pipeline.cut import StageCut
 from lightning_megapar.pipeline.rehearsal import Rehearsal
 from lightning_megapar.pipeline.runtime import PipelineRuntime
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule
-from lightning_megapar.random_streams import RandomStreams, generators_kept
-from lightning_megapar.step_log import LogExchange, LogRecorder, StepReport
+from lightning_megapar.step.log import LogExchange, LogRecorder, StepReport
+from lightning_megapar.step.random_streams import RandomStreams, generators_kept
 
 
 class StepContractError(RuntimeError):

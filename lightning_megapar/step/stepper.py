@@ -30,9 +30,9 @@ from lightning_megapar.batches import (
 from lightning_megapar.data_parallel.agreement import TOLERANCE, declared, losses_differ, undeclared_addends
 from lightning_megapar.data_parallel.gradients import GradientReducer
 from lightning_megapar.data_parallel.parameters import LogicalParameter
-from lightning_megapar.stage_metrics import from_last_stage
-from lightning_megapar.step_base import StepContractError, StepperBase, StepResult, Window
-from lightning_megapar.step_log import LogRecorder, StepReport
+from lightning_megapar.step.base import StepContractError, StepperBase, StepResult, Window
+from lightning_megapar.step.log import LogRecorder, StepReport
+from lightning_megapar.step.stage_metrics import from_last_stage
 
 __all__ = ["StepContractError", "StepResult", "Stepper"]
 
@@ -52,7 +52,7 @@ class _HandOver(torch.autograd.Function):
 
 
 class Stepper(StepperBase):
-    """Runs steps on one rank; see :class:`~lightning_megapar.step_base.StepperBase` for its arguments."""
+    """Runs steps on one rank; see :class:`~lightning_megapar.step.base.StepperBase` for its arguments."""
 
     # -- training ----------------------------------------------------------------------------------------------------
 

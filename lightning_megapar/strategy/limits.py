@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.parameters import LogicalParameter
-from lightning_megapar.prepare import PreparedModule
+from lightning_megapar.strategy.prepare import PreparedModule
 from lightning_megapar.trees import in_any_tree
 
 

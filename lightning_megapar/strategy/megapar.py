@@ -10,29 +10,29 @@ import torch
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_megapar.averaging import average_shares, averaging_callbacks, defer_copies
-from lightning_megapar.carried_optimizers import OriginalParameters, carry_over
 from lightning_megapar.checkpoint.hugging_face.reading import LoadFrom, check_load_from
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
-from lightning_megapar.first_batch import peek, step_name, trial_of
 from lightning_megapar.launch import returns_to_caller
-from lightning_megapar.limits import (
+from lightning_megapar.sharding.choice import given_plan, print_plan
+from lightning_megapar.sharding.chooser.alone import runs_of_step
+from lightning_megapar.sharding.chooser.pricing import given_cluster
+from lightning_megapar.sharding.chooser.trial import Run
+from lightning_megapar.step.random_streams import share_generators
+from lightning_megapar.step.stage_metrics import connect_metrics
+from lightning_megapar.step.stepper import Stepper
+from lightning_megapar.strategy.averaging import average_shares, averaging_callbacks, defer_copies
+from lightning_megapar.strategy.carried_optimizers import OriginalParameters, carry_over
+from lightning_megapar.strategy.first_batch import peek, step_name, trial_of
+from lightning_megapar.strategy.limits import (
     optimizers_may_be_empty,
     refuse_callbacks,
     refuse_empty_optimizers,
     refuse_optimizers,
 )
-from lightning_megapar.prepare import prepare_module
-from lightning_megapar.random_streams import share_generators
-from lightning_megapar.sharding.choice import given_plan, print_plan
-from lightning_megapar.sharding.chooser.alone import runs_of_step
-from lightning_megapar.sharding.chooser.pricing import given_cluster
-from lightning_megapar.sharding.chooser.trial import Run
-from lightning_megapar.stage_metrics import connect_metrics
-from lightning_megapar.step import Stepper
-from lightning_megapar.step_strategy import StepStrategy
+from lightning_megapar.strategy.prepare import prepare_module
+from lightning_megapar.strategy.step_strategy import StepStrategy
+from lightning_megapar.strategy.whole_module import WholeModule
 from lightning_megapar.trees import register_strategy
-from lightning_megapar.whole_module import WholeModule
 
 TRIAL_SAMPLES = 4
 """Samples of the batch on which a sharding plan is tried."""

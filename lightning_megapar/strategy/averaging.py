@@ -20,8 +20,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.parameters import ModuleNames, local_tensor
-from lightning_megapar.prepare import PreparedModule, placed_state
 from lightning_megapar.shards import IndexedTensor, Value
+from lightning_megapar.strategy.prepare import PreparedModule, placed_state
 from lightning_megapar.trees import in_any_tree
 
 

@@ -19,17 +19,17 @@ from lightning_megapar.data.sampler import ResumableSampler
 from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm
 from lightning_megapar.launch import shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
-from lightning_megapar.loaders import prepare_loader, same_on_all_ranks
-from lightning_megapar.state_strategy import StateStrategy, unwrapped
-from lightning_megapar.step import StepContractError, StepResult
-from lightning_megapar.step_log import replay
+from lightning_megapar.step.log import replay
+from lightning_megapar.step.stepper import StepContractError, StepResult
+from lightning_megapar.strategy.loaders import prepare_loader, same_on_all_ranks
+from lightning_megapar.strategy.state_strategy import StateStrategy, unwrapped
 from lightning_megapar.trees import PREFIXES, of_tree, tree_of
 
 
 class StepStrategy(StateStrategy):
-    """The hooks that Lightning calls for each batch; they delegate to a :class:`~lightning_megapar.step.Stepper`.
+    """The hooks that Lightning calls for each batch; they delegate to a :class:`~lightning_megapar.step.stepper.Stepper`.
 
-    Args: as in :class:`~lightning_megapar.state_strategy.StateStrategy`.
+    Args: as in :class:`~lightning_megapar.strategy.state_strategy.StateStrategy`.
     """
 
     def __init__(

@@ -11,24 +11,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_megapar.averaging import own_names
 from lightning_megapar.checkpoint import gather_full_state_dict, is_sharded_checkpoint, remove_sharded
 from lightning_megapar.checkpoint.hugging_face.saving import find_blueprint, save_hugging_face
 from lightning_megapar.checkpoint.training import DataPosition, load_training, save_training
 from lightning_megapar.checkpoint.training_state import CURRENT, named_optimizer_state
 from lightning_megapar.config import ParallelConfig
-from lightning_megapar.mesh_strategy import MeshStrategy
-from lightning_megapar.prepare import PreparedModule, local_state, placed_state
 from lightning_megapar.shards import is_value
-from lightning_megapar.step import Stepper
+from lightning_megapar.step.stepper import Stepper
+from lightning_megapar.strategy.averaging import own_names
+from lightning_megapar.strategy.mesh_strategy import MeshStrategy
+from lightning_megapar.strategy.prepare import PreparedModule, local_state, placed_state
+from lightning_megapar.strategy.whole_module import WholeModule
 from lightning_megapar.trees import in_any_tree
-from lightning_megapar.whole_module import WholeModule
 
 
 class StateStrategy(MeshStrategy):
     """The hooks by which Lightning saves and loads, on a module of which each rank holds its share.
 
-    Args: as in :class:`~lightning_megapar.mesh_strategy.MeshStrategy`; ``seed`` as in ``MegaParStrategy``.
+    Args: as in :class:`~lightning_megapar.strategy.mesh_strategy.MeshStrategy`; ``seed`` as in ``MegaParStrategy``.
     """
 
     def __init__(

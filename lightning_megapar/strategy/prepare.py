@@ -30,7 +30,6 @@ from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.cut import StageCut, StagePlan, plan_stages
 from lightning_megapar.pipeline.stages import blocks_of, largest_stacks, outside_of
 from lightning_megapar.pipeline.survey import Survey, survey_module
-from lightning_megapar.random_streams import RandomStreams, uses_dropout
 from lightning_megapar.sharding.apply import shard_module
 from lightning_megapar.sharding.blueprint import Blueprint, record_blueprints
 from lightning_megapar.sharding.by_plan import apply_assignments
@@ -41,6 +40,7 @@ from lightning_megapar.sharding.chooser.trial import Run
 from lightning_megapar.sharding.initialise import initialise_by_name
 from lightning_megapar.sharding.plan import resolve
 from lightning_megapar.shards import IndexedTensor
+from lightning_megapar.step.random_streams import RandomStreams, uses_dropout
 
 
 @dataclass(frozen=True)

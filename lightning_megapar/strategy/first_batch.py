@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_megapar.batches import split_batch
-from lightning_megapar.random_streams import generators_kept
+from lightning_megapar.step.random_streams import generators_kept
 
 Trial = Callable[[nn.Module], Any]
 _LOOPS = {
