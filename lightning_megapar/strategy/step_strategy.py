@@ -27,7 +27,7 @@ from lightning_megapar.trees import PREFIXES, of_tree, tree_of
 
 
 class StepStrategy(StateStrategy):
-    """The hooks that Lightning calls for each batch; they delegate to a :class:`~lightning_megapar.step.stepper.Stepper`.
+    """The hooks that Lightning calls for each batch; they go to a :class:`~lightning_megapar.step.stepper.Stepper`.
 
     Args: as in :class:`~lightning_megapar.strategy.state_strategy.StateStrategy`.
     """
