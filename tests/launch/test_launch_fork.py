@@ -78,7 +78,7 @@ who = int(os.environ["LOCAL_RANK"])
 kind = sys.argv[1]
 message = "-".join(["afterwards", kind])
 if kind == "quiet":
-    print(f"rank {who} prints", flush=True)
+    print(f"rank {who} prints\\n", end="", flush=True)  # one write, which other ranks' cannot fall into
 if kind == "one" and who == 2 or kind == "all":
     raise ValueError(message)
 if kind == "exit" and who == 1:
