@@ -12,7 +12,7 @@ from torch import nn
 from lightning_megapar.config import ConfigError, nearest_name
 from lightning_megapar.layers.base import ParallelLayer
 from lightning_megapar.sharding.chooser.alone import no_collectives
-from lightning_megapar.sharding.chooser.choose import choose
+from lightning_megapar.sharding.chooser.choose import PATIENCE, choose
 from lightning_megapar.sharding.chooser.pricing import Pricing
 from lightning_megapar.sharding.chooser.trial import Run
 from lightning_megapar.sharding.names import BlockNames
@@ -75,6 +75,7 @@ def choose_plan(
     share: Callable[[Any], Any],
     is_first: bool,
     pricing: Pricing | None = None,
+    patience: float = PATIENCE,
 ) -> PlanChoice:
     """First hit wins: the setting, the module's own plan, transformers' with the chooser for what it leaves.
 
@@ -87,6 +88,7 @@ def choose_plan(
         share: gives every rank the first rank's object.
         is_first: whether this is the rank that chooses.
         pricing: what layouts cost on the cluster at hand.
+        patience: seconds for trials, during which the other ranks wait in a collective.
 
     Raises:
         ConfigError: from a plan that somebody wrote: patterns that match nothing, styles that do not fit.
@@ -107,7 +109,7 @@ def choose_plan(
     trial = runs(module)
     answer: tuple[ShardingPlan, tuple[str, ...]] | None = None
     if is_first:
-        answer = _choose(module, plan, size, trial, alone, pricing)
+        answer = _choose(module, plan, size, trial, alone, pricing, patience)
     plan, notes = share(answer)
     return PlanChoice(resolve(plan, module, strict=False), notes, plan)
 
@@ -147,6 +149,7 @@ def _choose(
     runs: Sequence[Run] | None,
     alone: Callable[[nn.Module], nn.Module],
     pricing: Pricing | None,
+    patience: float,
 ) -> tuple[ShardingPlan, tuple[str, ...]]:
     if runs is None:
         return plan, ("no samples could be taken beside the loader's own iteration: what no plan names stays whole",)
@@ -156,7 +159,7 @@ def _choose(
         if needed > LARGEST_TRIAL:
             return plan, (f"too large to try ({needed / 1e9:.0f} GB): what no plan names stays whole",)
         with no_collectives():
-            choice = choose(twin, size, runs, planned=plan, pricing=pricing)
+            choice = choose(twin, size, runs, planned=plan, pricing=pricing, patience=patience)
     except ConfigError as error:
         return plan, (f"{error}: what no plan names stays whole",)
     notes = [f"{one.kind}: {one.how} ({one.reason})" for one in choice.found if one.how in ("whole", "dropped")]

@@ -15,6 +15,7 @@ from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.launch import returns_to_caller
 from lightning_megapar.sharding.choice import given_plan, print_plan
 from lightning_megapar.sharding.chooser.alone import runs_of_step
+from lightning_megapar.sharding.chooser.choose import PATIENCE
 from lightning_megapar.sharding.chooser.pricing import given_cluster
 from lightning_megapar.sharding.chooser.trial import Run
 from lightning_megapar.step.random_streams import share_generators
@@ -192,6 +193,8 @@ class MegaParStrategy(StepStrategy):
                 load_from=self.load_from,
                 load_except=self.load_except,
                 trial=trial_of(trainer, self.num_microbatches) if self.layout.pipeline > 1 else None,
+                # The other ranks wait for the choice in a collective.
+                patience=min(PATIENCE, self._timeout.total_seconds() / 3),
                 dtype=_product_dtype(str(getattr(self.precision_plugin, "precision", "32-true"))),
             )
             object.__setattr__(module, "_megapar_prepared", self._prepared)

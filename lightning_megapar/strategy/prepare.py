@@ -85,6 +85,7 @@ def prepare_module(
     load_except: Sequence[str] = (),
     trial: Callable[[nn.Module], Any] | None = None,
     dtype: str = "fp32",
+    patience: float = 120.0,
 ) -> PreparedModule:
     """Cut, shard and place ``module`` in place. All ranks call it with the same (whole) module.
 
@@ -100,6 +101,7 @@ def prepare_module(
             :func:`~lightning_megapar.checkpoint.hugging_face.reading.plan_reading`.
         trial: runs one step of the user on a module, to see what it uses before the cut.
         dtype: of matrix products, for prices.
+        patience: seconds that the choice of a sharding plan may take.
 
     Raises:
         CheckpointError: a file that cannot be read to its end.
@@ -115,6 +117,7 @@ def prepare_module(
         share=_from_rank_zero,
         is_first=mesh.rank == 0,
         pricing=_pricing(config, mesh, dtype),
+        patience=patience,
     )
     assignments = choice.assignments
     if assignments and config.sequence_parallel:

@@ -110,6 +110,7 @@ def choose(
     planned: ShardingPlan | None = None,
     pricing: Pricing | None = None,
     tolerance: float = TOLERANCE,
+    patience: float = PATIENCE,
 ) -> Choice:
     """Find and prove a plan.
 
@@ -122,10 +123,12 @@ def choose(
         pricing: of layouts in seconds: of those that are exact the cheapest is taken, which may be to cut nothing. By
             default what can be cut is cut, the usual reason being memory.
         tolerance: see :data:`TOLERANCE`.
+        patience: seconds; see :data:`PATIENCE`.
 
     Raises:
         ConfigError: when the module itself cannot be run on the batches.
     """
+    end = time.monotonic() + patience
     bench = _bench(module, size, runs, tolerance)
     plan = planned or ShardingPlan()
     found: list[Found] = []
@@ -162,12 +165,8 @@ def choose(
                 continue
             candidates.append((name, [Hypothesis("gathered", {name: "colwise_gather_output"}, cost=2)]))
     candidates += [(name, [hypothesis]) for name, hypothesis in tables]
-    end = time.monotonic() + PATIENCE
     for kind_name, hypotheses in candidates:
-        if time.monotonic() > end:
-            found.append(Found(kind_name, "whole", 0, f"not tried: {PATIENCE:.0f} s were over"))
-            continue
-        plan, one = _first_exact(bench, plan, kind_name, hypotheses)
+        plan, one = _first_exact(bench, plan, kind_name, hypotheses, end)
         found.append(one)
     plan, verdict = _proven(bench, plan, found)
     return Choice(plan, tuple(found), verdict)
@@ -214,11 +213,14 @@ def _references(twin: nn.Module, size: int, runs: Sequence[Run], tolerance: floa
 
 
 def _first_exact(
-    bench: _Bench, plan: ShardingPlan, kind: str, hypotheses: Iterable[Hypothesis]
+    bench: _Bench, plan: ShardingPlan, kind: str, hypotheses: Iterable[Hypothesis], end: float
 ) -> tuple[ShardingPlan, Found]:
     """The plan with the first hypothesis that is exact together with what it holds already."""
     trials, reason = 0, ""
     for hypothesis in hypotheses:
+        if time.monotonic() > end:
+            reason = f"time was over after {trials} trials"
+            break
         trials += 1
         try:
             more = ShardingPlan.from_mapping(hypothesis.rules, f"chooser: {hypothesis.name}")
