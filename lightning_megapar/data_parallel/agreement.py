@@ -1,4 +1,4 @@
-"""Do the tensor ranks agree about what they hold alike? Asked once, on the first step.
+"""Do the tensor ranks agree about what they hold alike? Asked on the first step and ever more rarely after it.
 
 A parameter that is whole on every tensor rank has the same gradient on all of them, unless it is used inside a sharded
 region: then each rank's gradient is an addend, the ranks drift apart without a word, and the loss of the first step is
@@ -77,7 +77,10 @@ def losses_differ(loss: Tensor, mesh: ParallelMesh, tolerance: float) -> bool:
     group = mesh.group("tensor")
     if group is None:
         return False
-    ends = torch.stack([loss, -loss])
+    number, unlike = torch.nan_to_num(loss, nan=0.0), torch.isnan(loss).double()
+    ends = torch.stack([number, -number, unlike, -unlike])
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
+    if float(ends[2]) != -float(ends[3]):  # not a number on some ranks only
+        return True
     high, low = float(ends[0]), -float(ends[1])
     return high - low > tolerance * max(abs(high), abs(low), 1e-30)

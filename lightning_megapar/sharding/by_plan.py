@@ -145,9 +145,9 @@ def _shared_heads(parts: Sequence[int], unit: int, ranks: TensorRanks) -> Runs |
 
 def _divide_attribute(module: nn.Module, name: str, size: int) -> None:
     value = getattr(module, name, None)
-    if not isinstance(value, int) or (value % size and value > 1):
+    if not isinstance(value, int) or value % size:
         raise ConfigError(f"attribute {name}={value!r} of {type(module).__name__} is not divisible by {size} ranks")
-    setattr(module, name, max(1, value // size))
+    setattr(module, name, value // size)
 
 
 def _expert_count(module: nn.Module) -> int:

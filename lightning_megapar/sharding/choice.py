@@ -71,7 +71,7 @@ def choose_plan(
     size: int,
     *,
     runs: Callable[[nn.Module], Sequence[Run] | None],
-    alone: Callable[[nn.Module], nn.Module],
+    alone: Callable[[nn.Module, bool], nn.Module],
     share: Callable[[Any], Any],
     is_first: bool,
     pricing: Pricing | None = None,
@@ -84,7 +84,7 @@ def choose_plan(
         setting: the strategy's ``sharding_plan``.
         size: tensor ranks; with one nothing is sharded.
         runs: of the module's own step on a few samples, ``None`` where there are none; called on every rank.
-        alone: a copy of the module that can be run by itself.
+        alone: a copy of the module that can be run by itself, with a shortened stack of blocks or the whole one.
         share: gives every rank the first rank's object.
         is_first: whether this is the rank that chooses.
         pricing: what layouts cost on the cluster at hand.
@@ -111,7 +111,10 @@ def choose_plan(
     if is_first:
         answer = _choose(module, plan, size, trial, alone, pricing, patience)
     plan, notes = share(answer)
-    return PlanChoice(resolve(plan, module, strict=False), notes, plan)
+    try:
+        return PlanChoice(resolve(plan, module, strict=False), notes, plan)
+    except ConfigError as error:  # a shortened stack was unlike the whole one
+        return PlanChoice(notes=(*notes, f"{error}: what no plan names stays whole"))
 
 
 def share_left(module: nn.Module, plan: ShardingPlan) -> float:
@@ -147,21 +150,27 @@ def _choose(
     plan: ShardingPlan,
     size: int,
     runs: Sequence[Run] | None,
-    alone: Callable[[nn.Module], nn.Module],
+    alone: Callable[[nn.Module, bool], nn.Module],
     pricing: Pricing | None,
     patience: float,
 ) -> tuple[ShardingPlan, tuple[str, ...]]:
     if runs is None:
         return plan, ("no samples could be taken beside the loader's own iteration: what no plan names stays whole",)
-    try:
-        twin = alone(module)
-        needed = sum(p.numel() for p in twin.parameters()) * 4 * (size + 2)
-        if needed > LARGEST_TRIAL:
-            return plan, (f"too large to try ({needed / 1e9:.0f} GB): what no plan names stays whole",)
-        with no_collectives():
-            choice = choose(twin, size, runs, planned=plan, pricing=pricing, patience=patience)
-    except ConfigError as error:
-        return plan, (f"{error}: what no plan names stays whole",)
+    refused = ""
+    for shorten in (True, False):  # a step may need the blocks that a shortened stack lacks
+        try:
+            twin = alone(module, shorten)
+            needed = sum(p.numel() for p in twin.parameters()) * 4 * (size + 2)
+            if needed > LARGEST_TRIAL:
+                refused = refused or f"too large to try ({needed / 1e9:.0f} GB)"
+                continue
+            with no_collectives():
+                choice = choose(twin, size, runs, planned=plan, pricing=pricing, patience=patience)
+            break
+        except ConfigError as error:
+            refused = refused or str(error)
+    else:
+        return plan, (f"{refused}: what no plan names stays whole",)
     notes = [f"{one.kind}: {one.how} ({one.reason})" for one in choice.found if one.how in ("whole", "dropped")]
     return choice.plan, tuple(notes)
 

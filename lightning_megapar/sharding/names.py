@@ -42,12 +42,10 @@ class BlockNames:
 
 
 def _are_alike(container: nn.Module) -> bool:
-    children = [child for child in container.children() if next(child.parameters(), None) is not None]
-    kinds = {(type(child), tuple(map(tuple, _shapes(child)))) for child in children if is_linear(child)}
-    if kinds:
-        return len(kinds) == 1 and all(is_linear(child) for child in children)
-    if isinstance(container, nn.Sequential):
-        return len({(type(child), tuple(map(tuple, _shapes(child)))) for child in children}) == 1
+    children = list(container.children())
+    kinds = {(type(child), tuple(_shapes(child))) for child in children}
+    if isinstance(container, nn.Sequential) or any(is_linear(child) for child in children):
+        return len(kinds) == 1
     return True  # a list of blocks, which may differ in what they hold
 
 

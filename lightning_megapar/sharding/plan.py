@@ -46,6 +46,23 @@ STYLES: dict[str, str] = {
 }
 """Name of each style and what it does."""
 
+_NUMBER, _PARTS, _SWITCH, _NAMES = "a number", "a number or widths (64+32+32)", "no value", "names (a+b)"
+OPTIONS: dict[str, dict[str, str]] = {
+    "colwise": {"unit": _NUMBER, "inner": _SWITCH},
+    "rowwise": {"unit": _NUMBER},
+    "colwise_gather_output": {"unit": _NUMBER, "inner": _SWITCH},
+    "rowwise_split_input": {"unit": _NUMBER},
+    "rowwise_scatter_output": {"unit": _NUMBER},
+    "packed_colwise": {"parts": _PARTS, "unit": _NUMBER, "inner": _SWITCH},
+    "packed_rowwise": {"parts": _PARTS, "unit": _NUMBER},
+    "split": {"dim": _NUMBER, "parts": _PARTS, "unit": _NUMBER},
+    "mla_kv_a_proj": {"features": _NUMBER},
+    "moe_tp_experts": {"once": _NAMES},
+    "all_reduce": {"once": _NAMES},
+    "local_arguments": {"heads": _NUMBER},
+}
+"""Options that styles take, and what each needs after ``=``. Those of ``local_attributes`` are attributes' names."""
+
 _MODULE_STYLES = {  # of modules and parameters
     "colwise",
     "rowwise",
@@ -81,6 +98,30 @@ class Style:
             near = nearest_name(self.name, STYLES)
             hint = f"; did you mean {near!r}?" if near else ""
             raise ConfigError(f"sharding style {self.name!r} is unknown{hint} (styles: {', '.join(sorted(STYLES))})")
+        keys = [key for key, _ in self.options]
+        if len(set(keys)) < len(keys):
+            raise ConfigError(f"sharding style {self}: an option is given twice")
+        if self.name != "local_attributes":
+            for key, value in self.options:
+                self._check_option(key, value)
+
+    def _check_option(self, key: str, value: str) -> None:
+        known = OPTIONS.get(self.name, {})
+        if key not in known:
+            near = nearest_name(key, known)
+            hint = f"; did you mean {near!r}?" if near else f" (options: {', '.join(known) or 'none'})"
+            raise ConfigError(f"sharding style {self}: unknown option {key!r}{hint}")
+        kind = known[key]
+        numbers = value.split("+")
+        least = 0 if key == "dim" else 1
+        fits = {
+            _NUMBER: value.isdigit() and int(value) >= least,
+            _PARTS: all(n.isdigit() and int(n) >= 1 for n in numbers),
+            _SWITCH: not value,
+            _NAMES: all(numbers),
+        }[kind]
+        if not fits:
+            raise ConfigError(f"sharding style {self}: {key}={value!r}, but {key!r} takes {kind}")
 
     @classmethod
     def parse(cls, text: str) -> Style:
@@ -102,17 +143,9 @@ class Style:
         return dict(self.options).get(key)
 
     def number(self, key: str) -> int | None:
-        """An integer option.
-
-        Raises:
-            ConfigError: when it is not one.
-        """
+        """An integer option, ``None`` when it is not given."""
         value = self.option(key)
-        if value is None:
-            return None
-        if not value.isdigit():
-            raise ConfigError(f"sharding style {self}: {key}={value!r} is not a number")
-        return int(value)
+        return None if value is None else int(value)
 
     def parts_of(self, width: int, default: int = 1) -> list[int]:
         """Widths of the packed parts of ``width`` outputs.

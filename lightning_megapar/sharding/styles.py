@@ -83,6 +83,11 @@ def cut_parameter(module: nn.Module, name: str, dim: int, index: IndexRuns, rank
     """
     whole = module._parameters[name]
     assert whole is not None
+    if whole._backward_hooks or getattr(whole, "_post_accumulate_grad_hooks", None):
+        raise ConfigError(
+            f"parameter {name!r} of {type(module).__name__} has hooks on its gradient, which a rank's piece would "
+            "lose; register them after set-up (in on_fit_start), or leave the layer whole"
+        )
     shards = vars(module).setdefault(SHARDS, {})
     earlier = shards.get(name)
     shape = tuple(whole.shape) if earlier is None else earlier.shape
@@ -121,22 +126,21 @@ def widths(module: nn.Module) -> tuple[int, int]:
 class ColumnStyle(StyledModule):
     """Outputs are cut; the input enters the region."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         style = self._style
         if not style.options.get("inner"):
-            x = enter(x, style.ranks, cast=True)
-        y = super().forward(x, *args, **kwargs)
+            input = enter(input, style.ranks, cast=True)
+        y = super().forward(input, *args, **kwargs)
         return gather(y, style.index, style.ranks) if style.options.get("gather") else y
 
 
 class RowsStyle(StyledModule):
     """A weight that every rank holds whole, of which it computes some outputs (heads that ranks share)."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         style = self._style
         assert style.rows is not None
-        if not style.options.get("inner"):
-            x = enter(x, style.ranks, cast=True)
+        x = input if style.options.get("inner") else enter(input, style.ranks, cast=True)
         dim = output_dim(self)
         whole, bias = self._parameters["weight"], self._parameters.get("bias")
         assert whole is not None
@@ -148,7 +152,8 @@ class RowsStyle(StyledModule):
 class RowStyle(StyledModule):
     """Inputs are cut; the ranks' products are summed, and the bias is added once."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        x = input
         style = self._style
         if style.options.get("split"):
             x = split(x, style.index, style.ranks)

@@ -153,7 +153,7 @@ class Stepper(StepperBase):
             stacked = torch.stack(weights)
             weighted = torch.stack(losses).double() * stacked
             loss_sum, weight_sum = torch.where(stacked > 0, weighted, 0.0).sum(), stacked.sum()
-        if losses and not self._agreed and losses_differ(loss_sum, self.mesh, TOLERANCE.get(losses[0].dtype, 1e-4)):
+        if losses and self.check_is_due and losses_differ(loss_sum, self.mesh, TOLERANCE.get(losses[0].dtype, 1e-4)):
             raise StepContractError(
                 f"the {self.mesh.size('tensor')} tensor ranks computed different losses for one batch: the sharding "
                 "plan is wrong for this model, or its step draws random numbers that differ between ranks. See "
@@ -228,14 +228,14 @@ class Stepper(StepperBase):
             final = _exact(factor * accumulate * window.unit / (window.weight or window.unit))
         elif self.zero is not None:
             final = _exact(factor * unit / (weight or unit))
-        if not self._agreed:
+        if self.check_is_due:
             self._check_agreement()
+        self._windows += 1
         self.reducer.reduce(final)
         self._window = Window()
 
     def _check_agreement(self) -> None:
-        """Once: gradients of what the tensor ranks hold alike are alike, or are addends that are summed from now on."""
-        self._agreed = True
+        """Gradients of what the tensor ranks hold alike are alike, or are addends that are summed from now on."""
         found = undeclared_addends(self._parameters, self.mesh)
         if not found:
             return
@@ -245,7 +245,7 @@ class Stepper(StepperBase):
             shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
             warnings.warn(
                 f"the gradients of {shown} differ between tensor ranks: they are used inside a sharded region and are "
-                "summed over the ranks from the first step on. Say so in the plan: style "
+                "summed over the ranks from now on. Say so in the plan: style "
                 "replicated_with_grad_allreduce",
                 stacklevel=2,
             )
@@ -263,6 +263,9 @@ class Stepper(StepperBase):
         for record in parameters:
             record.parameter.grad = None
         backward()
+        if self.check_is_due:
+            self._check_agreement()
+        self._windows += 1
         self.reducer.reduce(1.0 / self.mesh.size("data"))
         for record, old in zip(parameters, kept):
             fresh = record.parameter.grad

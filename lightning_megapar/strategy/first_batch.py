@@ -93,6 +93,7 @@ def trial_of(trainer: Any, pieces: int) -> Trial | None:
     plugin = trainer.strategy.precision_plugin
     asked = inspect.signature(getattr(trainer.lightning_module, name)).parameters
     kwargs = {key: 0 for key in ("batch_idx", "dataloader_idx") if key in asked}
+    rest = [] if kwargs or len(asked) < 2 else [0]  # an index under a name of the user's
 
     def run(module: Any) -> Any:
         meta = any(p.is_meta for p in module.parameters())
@@ -105,7 +106,7 @@ def trial_of(trainer: Any, pieces: int) -> Trial | None:
         vars(module).update(silenced)
         try:
             with generators_kept(), plugin.forward_context():
-                return getattr(module, name)(moved, **kwargs)
+                return getattr(module, name)(moved, *rest, **kwargs)
         finally:
             for key in silenced:
                 del vars(module)[key]

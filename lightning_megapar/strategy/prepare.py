@@ -113,7 +113,7 @@ def prepare_module(
         config.sharding_plan,
         mesh.size("tensor"),
         runs=runs,
-        alone=lambda whole: stand_alone(whole, _stack_of(whole)),
+        alone=lambda whole, shorten: stand_alone(whole, _stack_of(whole) if shorten else None),
         share=_from_rank_zero,
         is_first=mesh.rank == 0,
         pricing=_pricing(config, mesh, dtype),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from lightning_megapar.sharding.choice import choose_plan
 from lightning_megapar.sharding.chooser.alone import runs_of_step, stand_alone
 from lightning_megapar.sharding.chooser.choose import Choice, choose
 from lightning_megapar.sharding.chooser.trial import TrialRanks, _Meeting
-from lightning_megapar.sharding.plan import resolve
+from lightning_megapar.sharding.plan import ShardingPlan, resolve
 
 WIDTH, HEADS, VOCABULARY = 16, 4, 32
 
@@ -149,7 +150,7 @@ def asked(module: nn.Module, batch: Any) -> Any:
         "auto",
         2,
         runs=lambda m: None if batch is None else runs_of_step("training_step", batch),
-        alone=lambda m: stand_alone(m, "blocks"),
+        alone=lambda m, shorten: stand_alone(m, "blocks" if shorten else None),
         share=lambda value: value,
         is_first=True,
     )
@@ -177,3 +178,68 @@ def test_what_cannot_be_tried_stays_whole_with_the_reason() -> None:
 def test_a_loss_that_is_not_a_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="loss of nan"):
         choose(nn.Linear(4, 4), 2, [lambda m: m(torch.ones(2, 4)).sum() * float("nan")])
+
+
+def test_a_stack_whose_layers_all_differ_in_place_is_tried_whole() -> None:
+    """A Sequential that narrows and widens: two layers of one shape are not two blocks of one kind."""
+
+    class Autoencoder(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            widths = (16, 64, 16, 64, 2)
+            layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths)]
+            self.blocks = nn.Sequential(*layers)
+
+        def training_step(self, batch: Tensor, index: int) -> Any:
+            return self.blocks(F.one_hot(batch % 16, 16).to(self.blocks[0][0].weight.dtype)).square().mean()
+
+    choice = asked(Autoencoder(), tokens())
+    assert {str(a.style) for a in choice.assignments} >= {"colwise", "rowwise"}, choice.notes
+
+
+def test_blocks_that_differ_by_any_plain_value_function_or_hook_are_kinds_of_their_own() -> None:
+    class Acting(Block):
+        def __init__(self, act: Any = torch.tanh, window: int | None = None) -> None:
+            super().__init__("plain")
+            self.act, self.window = act, window
+
+    module = Net()
+    hooked = Acting()
+    hooked.up.register_forward_hook(lambda *_: None)
+    module.blocks = nn.ModuleList([Acting(), Acting(), Acting(torch.relu), Acting(window=7), hooked])
+    twin = stand_alone(module, "blocks")
+    assert list(twin.blocks._modules) == ["0", "2", "3", "4"], "kept under the names that the plan will speak of"
+
+
+def test_a_step_that_differs_from_run_to_run_is_not_judged() -> None:
+    class Counting(Net):
+        runs = 0
+
+        def training_step(self, batch: Tensor, index: int) -> Any:
+            Counting.runs += 1
+            return Counting.runs * super().training_step(batch, index)["loss"]
+
+    choice = asked(Counting(), tokens())
+    assert not choice.assignments and "differ from run to run" in choice.notes[0]
+
+
+def test_training_mode_is_tried_and_dropout_is_not() -> None:
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.3)
+
+        def training_step(self, batch: Tensor, index: int) -> Any:
+            assert self.training
+            loss = super().training_step(batch, index)["loss"]
+            return loss + self.drop(self.head.weight).square().mean()
+
+    assert asked(Normed(), tokens()).assignments
+
+
+def test_hooks_on_gradients_that_a_cut_would_lose_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[0].weight.register_hook(lambda gradient: 2 * gradient)
+    plan = ShardingPlan.from_mapping({"0": "colwise", "1": "rowwise"})
+    with pytest.raises(ConfigError, match="hooks on its gradient"):
+        apply_assignments(module, resolve(plan, module, strict=True), TrialRanks(_Meeting(2), 0))

@@ -156,3 +156,50 @@ def test_a_checkpoint_goes_on_on_another_layout(pool: RankPool, tmp_path: Path, 
         assert len(found["losses"]) == 2
         for ours, theirs in zip(found["losses"], expected["losses"][2:]):
             assert abs(ours - theirs) < 1e-6 * abs(theirs), (other, found["losses"], expected["losses"])
+
+
+class Rezero(LightningModule):
+    """A scale inside the region, behind a way out that starts at zero: its gradient is zero in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+        torch.nn.init.zeros_(self.down.weight)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return (self.down(torch.tanh(self.scale * self.up(batch))) - batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def fit_rezero(world: int) -> tuple[float, list[Any]]:
+    from lightning_megapar import MegaParStrategy
+
+    plan = {"up": "colwise", "down": "rowwise"}
+    strategy = MegaParStrategy(tensor_parallel_size=world, sharding_plan=plan)
+    module = Rezero()
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=world,
+        max_steps=4,
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir="/tmp/megapar-plan",
+    )
+    rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    trainer.fit(module, DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
+    return float(module.scale), [p.name for p in strategy.stepper.parameters if p.partial_over_tensor]
+
+
+def test_an_addend_that_shows_only_after_the_first_step_is_found(pool: RankPool) -> None:
+    found = pool.run(fit_rezero, 2, 2, mode="trainer")
+    alone = pool.run(fit_rezero, 1, 1, mode="trainer")[0]
+    assert all(addends == ["scale"] for _, addends in found)
+    assert all(abs(scale - alone[0]) < 1e-12 for scale, _ in found)

@@ -83,6 +83,12 @@ def test_the_longest_pattern_counts_and_stars_are_one_part() -> None:
         ({"q_proj.weight": "all_reduce"}, r"q_proj.weight is a parameter; parameters take"),
         ({"q_proj": "packed_colwise:parts=3"}, r"q_proj.*3 equal parts do not fit a width of 8"),
         ({"q_proj": "packed_colwise:parts=4+3"}, r"parts 4\+3 do not add up to 8"),
+        ({"q_proj": "packed_colwise:part=3"}, r"unknown option 'part'; did you mean 'parts'"),
+        ({"q_proj": "packed_colwise:parts=0"}, r"'parts' takes a number or widths"),
+        ({"q_proj": "packed_colwise:parts=2,parts=2"}, r"given twice"),
+        ({"q_proj": "colwise:foo=1"}, r"unknown option 'foo' \(options: unit, inner\)"),
+        ({"q_proj": "rowwise:unit"}, r"'unit' takes a number"),
+        ({"q_proj": "colwise:inner=1"}, r"'inner' takes no value"),
         ({"q_proj": 3}, r"'q_proj'.*3 is a int"),
     ],
 )
@@ -177,7 +183,7 @@ def test_a_rank_that_fails_in_a_trial_ends_all_of_them() -> None:
 
 def test_first_hit_wins() -> None:
     def chosen(module: nn.Module, setting: Any) -> list[str]:
-        never = lambda m: pytest.fail("the chooser was asked")  # noqa: E731
+        never = lambda *_: pytest.fail("the chooser was asked")  # noqa: E731
         choice = choose_plan(module, setting, 2, runs=never, alone=never, share=lambda x: x, is_first=True)
         return [a.why for a in choice.assignments]
 
@@ -209,6 +215,6 @@ def test_transformers_plans_are_read_off_the_module() -> None:
 
 
 def test_options_are_numbers_where_they_must_be() -> None:
-    with pytest.raises(ConfigError, match="unit='two' is not a number"):
-        Style.parse("colwise:unit=two").number("unit")
+    with pytest.raises(ConfigError, match="unit='two', but 'unit' takes a number"):
+        Style.parse("colwise:unit=two")
     assert str(Style.parse(" packed_colwise: parts=3 , inner ")) == "packed_colwise:parts=3,inner"

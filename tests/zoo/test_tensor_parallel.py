@@ -111,8 +111,15 @@ def test_a_proven_plan_is_used_as_it_is_unless_it_leaves_much() -> None:
         model = zoo.build(zoo.architectures()[name])
         calls = []
         no_samples = lambda module: calls.append(name)  # noqa: E731
+        whole = lambda module, shorten: copy.deepcopy(module)  # noqa: E731
         choice = choose_plan(
-            model, "auto", 2, runs=no_samples, alone=copy.deepcopy, share=lambda value: value, is_first=True
+            model,
+            "auto",
+            2,
+            runs=no_samples,
+            alone=whole,
+            share=lambda value: value,
+            is_first=True,
         )
         assert choice.assignments
         return calls

@@ -59,33 +59,49 @@ def stand_alone(module: nn.Module, stack: str | None) -> nn.Module:
     dropped: list[str] = []
     if stack is not None:
         seen: set[Any] = set()
-        for name, block in module.get_submodule(stack).named_children():
-            kind = _kind_of(block)
+        for index, (name, block) in enumerate(module.get_submodule(stack).named_children()):
+            kind = _kind_of(block, index)
             if kind in seen:
                 dropped.append(name)
                 memo[id(block)] = nn.Identity()  # not worth copying
             seen.add(kind)
     twin = copy.deepcopy(module, memo)
-    if stack is not None:
-        blocks = twin.get_submodule(stack)
-        kept = [child for name, child in blocks.named_children() if name not in dropped]
-        blocks._modules.clear()
-        blocks._modules.update({str(i): child for i, child in enumerate(kept)})
+    for name in dropped:  # the others keep their names, by which the plan will speak of them
+        del twin.get_submodule(stack or "")._modules[name]
     if any(t.is_meta for t in (*twin.parameters(), *twin.buffers())):
         initialise_by_name(twin, seed=0, blueprints=record_blueprints(twin))
-    twin = twin.to("cpu").eval()  # no dropout: a trial compares numbers
+    twin = twin.to("cpu").train(module.training)  # what a module does in training only must be tried as well
+    _without_dropout(twin)
     _detach_from_trainer(twin, module)
     return twin
 
 
-def _kind_of(block: nn.Module) -> Any:
-    """What tells blocks apart: classes, shapes, and plain attributes that are words or switches."""
+def _kind_of(block: nn.Module, index: int) -> Any:
+    """What tells blocks apart: classes, shapes, plain values, functions, hooks, and what is frozen.
+
+    A block's own number (``layer_idx``) tells nothing.
+    """
     parts = []
     for path, child in block.named_modules():
-        words = tuple(sorted((k, v) for k, v in vars(child).items() if isinstance(v, (str, bool)) and k[:1] != "_"))
-        shapes = tuple((n, tuple(p.shape)) for n, p in child._parameters.items() if p is not None)
-        parts.append((path, type(child), words, shapes))
+        values = []
+        for name, value in sorted(vars(child).items()):
+            if isinstance(value, (str, bool, float, type(None))) or (isinstance(value, int) and value != index):
+                values.append((name, value))
+            elif callable(value) and not isinstance(value, nn.Module):
+                values.append((name, getattr(value, "__qualname__", repr(value))))
+            elif name.endswith("_hooks") and value:
+                values.append((name, len(value)))
+        own = tuple((n, tuple(p.shape), p.requires_grad) for n, p in child._parameters.items() if p is not None)
+        parts.append((path, type(child), tuple(values), own))
     return tuple(parts)
+
+
+def _without_dropout(module: nn.Module) -> None:
+    for child in module.modules():
+        for name, value in list(vars(child).items()):
+            is_rate = "drop" in name.lower() or (name == "p" and "dropout" in type(child).__name__.lower())
+            if is_rate and isinstance(value, float):
+                vars(child)[name] = 0.0
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
