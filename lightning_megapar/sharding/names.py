@@ -35,6 +35,12 @@ class BlockNames:
             shown.append("*" if part.isdigit() and self._are_alike(path) else part)
         return ".".join(shown)
 
+    def address(self, name: str) -> tuple[tuple[str, str], ...]:
+        """In which blocks a name lies: the lists of blocks around it, each with its number there."""
+        parts = name.split(".")
+        paths = [(".".join(parts[:position]), part) for position, part in enumerate(parts)]
+        return tuple((path, part) for path, part in paths if part.isdigit() and self._are_alike(path))
+
     def _are_alike(self, path: str) -> bool:
         if path not in self._alike:
             self._alike[path] = _are_alike(self._held[path])

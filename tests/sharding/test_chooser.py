@@ -243,3 +243,20 @@ def test_hooks_on_gradients_that_a_cut_would_lose_are_refused() -> None:
     plan = ShardingPlan.from_mapping({"0": "colwise", "1": "rowwise"})
     with pytest.raises(ConfigError, match="hooks on its gradient"):
         apply_assignments(module, resolve(plan, module, strict=True), TrialRanks(_Meeting(2), 0))
+
+
+def test_layers_of_different_blocks_are_no_pair() -> None:
+    """In a copy with one block its only layer stands between the way in and the head; in the module it does not."""
+
+    class Chain(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inp, self.head = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+
+        def training_step(self, batch: Tensor, index: int) -> Any:
+            x = F.one_hot(batch % 16, 16).to(self.inp.weight.dtype)
+            return self.head(self.blocks(self.inp(x))).square().mean()
+
+    choice = asked(Chain(), tokens())
+    assert {str(a.style) for a in choice.assignments} == {"colwise_gather_output"}

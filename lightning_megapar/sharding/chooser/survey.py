@@ -133,6 +133,7 @@ def _neighbours(order: Ordered, width: Widths, calls: list[str], held: dict[str,
             groups[-1][0].append((position, name))
         else:
             groups.append(([(position, name)], storage))
+    names = BlockNames(held)
     found: list[Pair] = []
     seen: set[tuple[tuple[str, ...], str]] = set()
     used: set[int] = set()
@@ -142,6 +143,9 @@ def _neighbours(order: Ordered, width: Widths, calls: list[str], held: dict[str,
         at = 0
         while at < len(groups) - 1:
             pair = None if {at, at + 1} & used else _pair_of(groups[at][0], groups[at + 1][0], width, any_width)
+            # What pairs across blocks does not do so in all of them, and a rule speaks of all.
+            if pair is not None and len({names.address(name) for name in (*pair.columns, pair.row)}) > 1:
+                pair = None
             if pair is None:
                 at += 1
                 continue
