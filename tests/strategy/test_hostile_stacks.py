@@ -267,9 +267,10 @@ def test_recomputed_blocks_draw_the_same_dropout(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("layout", ["pp2", "pp4"])
 def test_dropout_around_the_blocks_is_the_same_on_all_stages(pool: RankPool, layout: str) -> None:
-    """As on ranks that all run the whole module (nothing of it is sharded by the tensor axis)."""
+    """As on ranks that all run the whole module."""
     options = {"num_microbatches": 4}
-    whole = pool.run(hostile.fit, 2, "tp2", DropoutAround, options=options, mode="trainer")[0]
+    uncut = {**options, "sharding_plan": "off"}
+    whole = pool.run(hostile.fit, 2, "tp2", DropoutAround, options=uncut, mode="trainer")[0]
     world = hostile.LAYOUTS[layout][0]
     cut = pool.run(hostile.fit, world, layout, DropoutAround, options=options, mode="trainer")
     hostile.agree(cut, whole, tolerance=1e-12)
