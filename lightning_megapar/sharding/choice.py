@@ -23,6 +23,8 @@ from lightning_megapar.shards import own_shards
 
 WORTH_A_TRIAL = 0.02
 """Share of the parameters that a proven plan must leave for the chooser to be asked: a trial takes memory and time."""
+JUDGED_WHOLE = 5_000_000
+"""Parameters up to which a module is tried with all its blocks."""
 LARGEST_TRIAL = 16e9
 """Bytes of host memory that the copies of a trial may take, all ranks together."""
 
@@ -70,7 +72,7 @@ def choose_plan(
     setting: Any,
     size: int,
     *,
-    runs: Callable[[nn.Module], Sequence[Run] | None],
+    runs: Callable[[nn.Module], Sequence[Run] | str],
     alone: Callable[[nn.Module, bool], nn.Module],
     share: Callable[[Any], Any],
     is_first: bool,
@@ -83,7 +85,7 @@ def choose_plan(
         module: whole, real or meta.
         setting: the strategy's ``sharding_plan``.
         size: tensor ranks; with one nothing is sharded.
-        runs: of the module's own step on a few samples, ``None`` where there are none; called on every rank.
+        runs: of the module's own step on a few samples, or why there are none; called on every rank.
         alone: a copy of the module that can be run by itself, with a shortened stack of blocks or the whole one.
         share: gives every rank the first rank's object.
         is_first: whether this is the rank that chooses.
@@ -149,15 +151,17 @@ def _choose(
     module: nn.Module,
     plan: ShardingPlan,
     size: int,
-    runs: Sequence[Run] | None,
+    runs: Sequence[Run] | str,
     alone: Callable[[nn.Module, bool], nn.Module],
     pricing: Pricing | None,
     patience: float,
 ) -> tuple[ShardingPlan, tuple[str, ...]]:
-    if runs is None:
-        return plan, ("no samples could be taken beside the loader's own iteration: what no plan names stays whole",)
+    if isinstance(runs, str):
+        return plan, (f"{runs}: what no plan names stays whole",)
     refused = ""
-    for shorten in (True, False):  # a step may need the blocks that a shortened stack lacks
+    # A small module is judged as it is. The stack of a larger one is shortened, unless its step needs all of it.
+    small = sum(p.numel() for p in module.parameters()) <= JUDGED_WHOLE
+    for shorten in (False,) if small else (True, False):
         try:
             twin = alone(module, shorten)
             needed = sum(p.numel() for p in twin.parameters()) * 4 * (size + 2)
@@ -169,6 +173,8 @@ def _choose(
             break
         except ConfigError as error:
             refused = refused or str(error)
+        except Exception as error:  # somebody's module may not be copied, or traced: that it is not tried harms nobody
+            refused = refused or f"it cannot be tried ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     else:
         return plan, (f"{refused}: what no plan names stays whole",)
     notes = [f"{one.kind}: {one.how} ({one.reason})" for one in choice.found if one.how in ("whole", "dropped")]

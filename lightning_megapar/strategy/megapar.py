@@ -234,14 +234,16 @@ class MegaParStrategy(StepStrategy):
             refuse_optimizers(self.optimizers, self.prepared)
         self.setup_precision_plugin()
 
-    def _trial_runs(self, trainer: Any) -> list[Run] | None:
-        """The module's own step on a few samples of the run's data; ``None`` where none can be taken."""
+    def _trial_runs(self, trainer: Any) -> list[Run] | str:
+        """The module's own step on a few samples of the run's data, or why there is none."""
         assert self.lightning_module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and not self.lightning_module.automatic_optimization:
-            return None  # its step would run optimizers
+            return "its step optimizes by itself and cannot be tried"
         rows = peek(trainer, 1, limit=TRIAL_SAMPLES)
-        return None if rows is None else runs_of_step(step_name(trainer), rows)
+        if rows is None:
+            return "no samples could be taken beside the loader's own iteration"
+        return runs_of_step(step_name(trainer), rows)
 
     def _make_stepper(self) -> Stepper:
         return Stepper(

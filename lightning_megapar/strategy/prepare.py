@@ -80,7 +80,7 @@ def prepare_module(
     seed: int,
     keep: Mapping[str, str] | None = None,
     convert: Callable[[nn.Module], nn.Module] = lambda m: m,
-    runs: Callable[[nn.Module], Sequence[Run] | None] = lambda m: None,
+    runs: Callable[[nn.Module], Sequence[Run] | str] = lambda m: "there are no samples",
     load_from: Mapping[str | None, Path] | None = None,
     load_except: Sequence[str] = (),
     trial: Callable[[nn.Module], Any] | None = None,
@@ -96,7 +96,7 @@ def prepare_module(
         seed: of the initialisation of meta parameters that have no seed of their own.
         keep: the pipeline cut's placements where registration order guesses wrong.
         convert: the precision plugin's ``convert_module``.
-        runs: of the module's own step on a few samples, for the chooser of a sharding plan.
+        runs: of the module's own step on a few samples, for the chooser of a sharding plan, or why there are none.
         load_from, load_except: files that values come from; see
             :func:`~lightning_megapar.checkpoint.hugging_face.reading.plan_reading`.
         trial: runs one step of the user on a module, to see what it uses before the cut.

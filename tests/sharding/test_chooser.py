@@ -149,7 +149,7 @@ def asked(module: nn.Module, batch: Any) -> Any:
         module,
         "auto",
         2,
-        runs=lambda m: None if batch is None else runs_of_step("training_step", batch),
+        runs=lambda m: "no samples" if batch is None else runs_of_step("training_step", batch),
         alone=lambda m, shorten: stand_alone(m, "blocks" if shorten else None),
         share=lambda value: value,
         is_first=True,
@@ -260,3 +260,36 @@ def test_layers_of_different_blocks_are_no_pair() -> None:
 
     choice = asked(Chain(), tokens())
     assert {str(a.style) for a in choice.assignments} == {"colwise_gather_output"}
+
+
+def test_a_module_that_cannot_be_copied_or_traced_stays_whole() -> None:
+    import threading
+
+    class Locked(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = threading.Lock()
+
+    class Mapped(Net):
+        def training_step(self, batch: Tensor, index: int) -> Any:
+            x = self.table(batch)
+            return torch.func.vmap(self.blocks[0].up)(x).square().mean()
+
+    for module in (Locked(), Mapped()):
+        choice = asked(module, tokens())
+        assert choice.notes, type(module).__name__
+
+
+def test_a_small_module_is_judged_with_all_its_blocks() -> None:
+    """What tells the third block apart stands in the step alone: a copy without that block would not know."""
+
+    class Counted(Net):
+        def training_step(self, batch: Tensor, index: int) -> Any:
+            x = self.table(batch)
+            for number, block in enumerate(self.blocks):
+                inner = block.up(x)
+                x = x + block.down(inner.softmax(-1) if number == 2 else inner.tanh())
+            return self.head(x).square().mean()
+
+    plan = {a.path: str(a.style) for a in asked(Counted(), tokens()).assignments}
+    assert plan["blocks.2.up"] == "colwise_gather_output"

@@ -70,7 +70,7 @@ def stand_alone(module: nn.Module, stack: str | None) -> nn.Module:
         del twin.get_submodule(stack or "")._modules[name]
     if any(t.is_meta for t in (*twin.parameters(), *twin.buffers())):
         initialise_by_name(twin, seed=0, blueprints=record_blueprints(twin))
-    twin = twin.to("cpu").train(module.training)  # what a module does in training only must be tried as well
+    twin = twin.to("cpu")  # in the modes in which the modules are: what one does in training only is tried as well
     _without_dropout(twin)
     _detach_from_trainer(twin, module)
     return twin

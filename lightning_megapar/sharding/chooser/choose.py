@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +31,7 @@ from lightning_megapar.sharding.chooser.pricing import Price, Pricing
 from lightning_megapar.sharding.chooser.survey import Pair, Survey, survey
 from lightning_megapar.sharding.chooser.trial import Run, Verdict, gradients_of, perturb, try_assignments
 from lightning_megapar.sharding.names import BlockNames
-from lightning_megapar.sharding.plan import Assignment, Rule, ShardingPlan, Style, resolve
+from lightning_megapar.sharding.plan import Rule, ShardingPlan, Style, resolve
 from lightning_megapar.sharding.styles import is_linear, widths
 
 TOLERANCE = 1e-4
@@ -163,7 +163,7 @@ def choose(
             if price is not None and not price.styles:
                 found.append(Found(name, "whole", 0, f"cheapest: {price.describe()}"))
                 continue
-            candidates.append((name, [Hypothesis("gathered", {name: "colwise_gather_output"}, cost=2)]))
+            candidates.append((name, [Hypothesis("gathered", {name: "colwise_gather_output"})]))
     candidates += [(name, [hypothesis]) for name, hypothesis in tables]
     for kind_name, hypotheses in candidates:
         plan, one = _first_exact(bench, plan, kind_name, hypotheses, end)
@@ -258,15 +258,3 @@ def _proven(bench: _Bench, plan: ShardingPlan, found: list[Found]) -> tuple[Shar
         why = sources.pop()
         plan = ShardingPlan(tuple(rule for rule in plan.rules if rule.why != why))
         found.append(Found(why, "dropped", 1, f"on another batch: {failed}"))
-
-
-def explain(assignments: Sequence[Assignment]) -> str:
-    """One line for a log: how many layers are cut, by which sources."""
-    counts: dict[str, int] = {}
-    for one in assignments:
-        counts[one.why] = counts.get(one.why, 0) + 1
-    return ", ".join(f"{n} by {why}" for why, n in counts.items())
-
-
-Sample = Callable[[], Sequence[Run]]
-"""Makes the runs that the chooser needs, when it needs them."""

@@ -36,12 +36,10 @@ class Hypothesis:
     Args:
         name: short, for the report.
         rules: pattern -> style, in the plan's words.
-        cost: 0 for column and row, 1 when outputs are gathered in between, 2 for gathering alone.
     """
 
     name: str
     rules: dict[str, str]
-    cost: int = 0
 
 
 def head_counts(module: nn.Module) -> dict[str, int]:
@@ -117,14 +115,14 @@ def of_pair(
         yield Hypothesis(", ".join(words), rules)
     if not pair.feeders:
         gathered = {star(n): "colwise_gather_output" for n in pair.columns}
-        yield Hypothesis("gathered", {**gathered, star(pair.row): "rowwise_split_input"}, cost=1)
+        yield Hypothesis("gathered", {**gathered, star(pair.row): "rowwise_split_input"})
 
 
 def by_price(price: Price, hypotheses: Iterator[Hypothesis], star: Star) -> Iterator[Hypothesis]:
     """The cheapest layout first, where it is not column and row throughout, then the others in their order."""
     styles = {star(name): style for name, style in price.styles.items()}
     if set(styles.values()) - {"colwise", "rowwise"}:
-        yield Hypothesis(f"cheapest: {price.describe()}", styles, cost=1)
+        yield Hypothesis(f"cheapest: {price.describe()}", styles)
     yield from hypotheses
 
 
