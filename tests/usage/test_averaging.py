@@ -158,7 +158,7 @@ def twice(layout: str, module: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("layout", "module"), [("pp2", "Lazy"), slow("tp2", "Lazy"), slow("pp2", "Normed")])
 def test_lazy_layers_and_a_second_trainer(pool: RankPool, layout: str, module: str) -> None:
-    everyday.compare(pool, twice, layout, module, tolerance=1e-7 if module == "Normed" else 1e-9)
+    everyday.compare(pool, twice, layout, module, tolerance=1e-9)
 
 
 def from_nothing(layout: str) -> list[dict[str, Any]]:
