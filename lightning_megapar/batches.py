@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from typing import Any
@@ -166,7 +166,8 @@ def _cut(node: Any, start: int, stop: int, size: int, first: Any) -> Any:
             "num_microbatches=1"
         )
     if isinstance(node, Tensor):
-        return node[start:stop] if node.ndim > 0 and node.shape[0] == size else node
+        # Copies: what a step writes into its batch must not reach another microbatch (nor autograd's count of writes).
+        return (node[start:stop] if node.ndim > 0 and node.shape[0] == size else node).clone()
     if node is first or _is_per_sample(node, size):
         return node[start:stop]
     children = _children(node)
@@ -178,6 +179,17 @@ def _cut(node: Any, start: int, stop: int, size: int, first: Any) -> Any:
             "or collate into tensors, lists, dicts, tuples and dataclasses"
         )
     return node
+
+
+def copied(batch: Any) -> Any:
+    """A batch of its own for a run that must leave no trace: steps write into tensors and take things out of dicts.
+
+    What refuses to be copied as a whole is copied tensor by tensor, in the containers that torch knows.
+    """
+    try:
+        return deepcopy(batch)
+    except Exception:  # tensors with a graph, the user's own objects
+        return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -2,12 +2,12 @@
 
 Each sum is one collective per dtype and bucket, once per optimizer step (accumulation adds none). Nothing here divides:
 the loss carries the scale. A parameter that has no gradient anywhere keeps ``None``; one that has it on some ranks
-only counts as zero on the others. Parameters may be frozen and unfrozen between steps, on all ranks alike.
+only counts as zero on the others. Parameters may be frozen and unfrozen, on all ranks alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,16 +77,23 @@ class GradientReducer:
         return buckets
 
     @torch.no_grad()
-    def reduce(self, factor: float = 1.0) -> None:
-        """Complete every ``.grad`` and multiply it by ``factor``."""
+    def reduce(self, factor: float = 1.0, names: Collection[str] | None = None) -> None:
+        """Complete every ``.grad`` and multiply it by ``factor``.
+
+        Args:
+            factor: of all gradients.
+            names: of the parameters to sum, the same on all ranks; by default those that are trainable now.
+        """
+        asked = {p.name for p in trainable(self.parameters)} if names is None else names
         for buckets in self._rounds:
-            live = [_Bucket(records, b.group) for b in buckets if (records := tuple(trainable(b.records)))]
+            kept = ((tuple(r for r in b.records if r.name in asked), b.group) for b in buckets)
+            live = [_Bucket(records, group) for records, group in kept if records]
             started = [(bucket, *_start_sum(bucket)) for bucket in live]
             for bucket, buffer, work in started:
                 work.wait()
                 _install(bucket, buffer)
         if factor != 1.0:
-            gradients = [g for p in trainable(self.parameters) if (g := p.local_gradient) is not None]
+            gradients = [g for p in self.parameters if p.name in asked and (g := p.local_gradient) is not None]
             if gradients:
                 torch._foreach_mul_(gradients, factor)
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import clip_grad
 
+from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.parameters import LogicalParameter, local_tensor
 from lightning_megapar.mesh import ParallelMesh
 
@@ -53,6 +58,46 @@ def gradient_norm(parameters: Sequence[LogicalParameter], mesh: ParallelMesh, no
     if mesh.layout.world_size > 1:
         dist.all_reduce(total)
     return total.pow(1.0 / norm_type)
+
+
+@contextmanager
+def torch_norms_are_global(parameters: Sequence[LogicalParameter], mesh: ParallelMesh) -> Iterator[None]:
+    """While active, ``torch.nn.utils.clip_grad_norm_`` called by somebody's code takes the norm over all ranks' pieces.
+
+    It sees the gradients that this rank holds, which are pieces under tensor and some of them under pipeline
+    parallelism. Norms of other tensors are left to torch. Every rank must make the call, as their code is the same;
+    under a pipeline it must be given all gradients of the stage, because another stage may hold none of a part.
+    """
+    if mesh.size("tensor") * mesh.size("pipeline") == 1:
+        yield
+        return
+    inner = clip_grad._get_total_norm
+
+    def total_norm(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: Any = None,
+    ) -> Tensor:
+        asked = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        held = {id(p.parameter.grad): p for p in parameters if p.parameter.grad is not None}
+        known = [held[id(one)] for one in asked if id(one) in held]
+        if asked and not known:
+            return inner(asked, norm_type, error_if_nonfinite, foreach)
+        if len(known) < len(asked) or (mesh.size("pipeline") > 1 and len(known) < len(held)):
+            raise ConfigError(
+                f"clip_grad_norm_ got {len(asked)} gradients, {len(known)} of the {len(held)} that this rank holds: "
+                f"under tensor_parallel_size={mesh.size('tensor')} and pipeline_parallel_size={mesh.size('pipeline')} "
+                "the norm of a part cannot be told from here. Clip all of self.parameters() at once, by "
+                "gradient_clip_val or self.clip_gradients(optimizer, ...)"
+            )
+        norm = gradient_norm(known, mesh, float(norm_type))
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(norm)}")
+        return norm.to(asked[0].dtype) if asked else norm
+
+    with patch.object(clip_grad, "_get_total_norm", total_norm):
+        yield
 
 
 @torch.no_grad()

@@ -27,15 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megapar.generators import GeneratorStates, generator_states, set_generator_states
 from lightning_megapar.pipeline import explain
 from lightning_megapar.pipeline.away import Away, Ledger, Source, StageError, present
 from lightning_megapar.pipeline.changes import Changed, apply_changes, changes, snapshot
 from lightning_megapar.pipeline.entrance import (
     Entrance,
     copy_of,
-    generator_states,
     refuse_autograd_function,
-    set_generator_states,
     versions,
 )
 from lightning_megapar.pipeline.nest import (
@@ -198,8 +197,8 @@ class StageCut:
         self._handed: Key | None = None
         self._calls: dict[str, int] = {}
         self._arguments: list[Any] = []
-        self._drawn: list[tuple[bytes, ...]] = []
-        self._generators: dict[Key, tuple[bytes, ...]] = {}
+        self._drawn: list[GeneratorStates] = []
+        self._generators: dict[Key, GeneratorStates] = {}
         self._next = 0
 
     def _count(self, name: str) -> Key:
@@ -227,7 +226,7 @@ class StageCut:
         if self.watch is not None or name in self.changing:
             self._arguments.append(snapshot(args, kwargs))
         if name not in self._index:  # blocks are seeded one by one
-            self._drawn.append(generator_states(self.ledger.device))
+            self._drawn.append(generator_states())
         if self.watch is not None:
             self.watch.enter(name)
         return replace(Away, present, args), replace(Away, present, kwargs)
@@ -253,7 +252,7 @@ class StageCut:
         key = self._count(name)
         self._results[key] = _Result(value, versions(value))
         if name not in self._index:
-            states = generator_states(self.ledger.device)
+            states = generator_states()
             if states != self._drawn.pop():
                 self._generators[key] = states
         if name in self.group:
@@ -293,7 +292,7 @@ class StageCut:
                 replayed.replay(self._present(part, self._received["results"][part]))
         states = self._generators.get(key)
         if states is not None:
-            set_generator_states(states, self.ledger.device)  # draws after this module are the same on all stages
+            set_generator_states(states)  # draws after this module are the same on all stages
         result = self._present(key, result)
         if isinstance(result, Changed):
             apply_changes(result.changes, args, kwargs)

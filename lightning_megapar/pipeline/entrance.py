@@ -50,18 +50,3 @@ class Entrance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
-
-
-def generator_states(device: torch.device) -> tuple[bytes, ...]:
-    """States of the CPU's generator and of the device's."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return tuple(state.numpy().tobytes() for state in states)
-
-
-def set_generator_states(states: tuple[bytes, ...], device: torch.device) -> None:
-    tensors = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states]
-    torch.set_rng_state(tensors[0])
-    if len(tensors) > 1:
-        torch.cuda.set_rng_state(tensors[1], device)

@@ -2,14 +2,16 @@
 
 A stand-in answers whatever a step reads off a module without running it: plain attributes (``layer_type``, a
 configuration), and while a step runs also submodules and theirs, sizes and dtypes of parameters, methods and
-``isinstance``. Calling it asks the cut for the module's result.
+``isinstance``. A step that walks over ``module.parameters()`` meets them there too, without their numbers: one that
+wants the numbers (a penalty on all weights) is stopped instead of getting less. Calling a stand-in asks the cut for
+the module's result.
 """
 
 from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +34,22 @@ def _may_hold(leaf: Any) -> bool:
     if isinstance(leaf, types.FunctionType):
         return leaf.__closure__ is not None
     return callable(leaf) and not isinstance(leaf, (type, types.BuiltinFunctionType))
+
+
+class _Elsewhere(dict[str, Any]):
+    """An empty dict of parameters or buffers; who walks over it while a step runs meets those of another stage."""
+
+    def __init__(self, keys: Sequence[str], owner: StandIn) -> None:
+        super().__init__()
+        self._away_keys, self._away_owner = tuple(keys), owner
+
+    def items(self) -> Any:
+        if not self._away_keys or not self._away_owner._away_running():
+            return super().items()
+        return [(key, self._away_owner._shape_of(key)) for key in self._away_keys]
+
+    def values(self) -> Any:
+        return [value for _, value in self.items()]
 
 
 class StandIn(nn.Module):
@@ -66,6 +84,11 @@ class StandIn(nn.Module):
             key: None if value is None else torch.empty_like(value, device="meta") for key, value in tensors.items()
         }
         mine["_away_dtypes"] = {}
+        mine["_away_trained"] = {
+            key: value.requires_grad for key, value in original._parameters.items() if value is not None
+        }
+        mine["_parameters"] = _Elsewhere(tuple(original._parameters), self)
+        mine["_buffers"] = _Elsewhere(tuple(original._buffers), self)
         for key, child in original._modules.items():
             # Registered, so that whoever walks over the modules (to put hooks on them) finds what he would elsewhere.
             self._modules[key] = None if child is None else _part(f"{name}.{key}", child, ledger, is_running)
@@ -102,7 +125,11 @@ class StandIn(nn.Module):
         ledger: Ledger = self._away_ledger
         dtype = self._away_dtypes.get(shape.dtype, shape.dtype)
         owner = self._away_name
-        return Away.make(shape.to(dtype), ledger.device, ledger, frozenset([Source(owner, 0, OWNED)]))
+        made = Away.make(shape.to(dtype), ledger.device, ledger, frozenset([Source(owner, 0, OWNED)]))
+        if name in self._away_trained:
+            made._is_param = True  # what isinstance(..., nn.Parameter) asks
+            made.requires_grad_(self._away_trained[name])
+        return made
 
     def __len__(self) -> int:
         return len(self._modules)

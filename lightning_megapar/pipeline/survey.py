@@ -187,9 +187,10 @@ def survey_module(
     """
     names = list(names)
     try:
-        empty = without_numbers(module)
-        convert(empty)
-        found = observe(empty, lambda: trial(empty), blocks, names)
+        with state_kept(module):  # the copy has the module's own objects in its attributes
+            empty = without_numbers(module)
+            convert(empty)
+            found = observe(empty, lambda: trial(empty), blocks, names)
     except Exception:  # a class that cannot be copied this way
         found = None
     if found is not None and found.complete:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from lightning_megapar.config import ConfigError, nearest_name
+from lightning_megapar.generators import generators_kept
 from lightning_megapar.layers.base import ParallelLayer
 from lightning_megapar.sharding.chooser.alone import no_collectives
 from lightning_megapar.sharding.chooser.choose import PATIENCE, choose
@@ -111,7 +112,8 @@ def choose_plan(
     trial = runs(module)
     answer: tuple[ShardingPlan, tuple[str, ...]] | None = None
     if is_first:
-        answer = _choose(module, plan, size, trial, alone, pricing, patience)
+        with generators_kept():  # the other ranks' generators have not moved
+            answer = _choose(module, plan, size, trial, alone, pricing, patience)
     plan, notes = share(answer)
     try:
         return PlanChoice(resolve(plan, module, strict=False), notes, plan)

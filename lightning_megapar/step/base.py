@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megapar.batches import (
+    copied,
     fingerprint,
     refuse_unlike_batches,
 )
@@ -20,13 +21,14 @@ from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.gradients import GradientReducer
 from lightning_megapar.data_parallel.parameters import LogicalParameter, trainable
 from lightning_megapar.data_parallel.zero import ZeroUnits
+from lightning_megapar.generators import generators_kept
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.cut import StageCut
 from lightning_megapar.pipeline.rehearsal import Rehearsal
 from lightning_megapar.pipeline.runtime import PipelineRuntime
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule
 from lightning_megapar.step.log import LogExchange, LogRecorder, StepReport
-from lightning_megapar.step.random_streams import RandomStreams, generators_kept
+from lightning_megapar.step.random_streams import RandomStreams
 
 
 class StepContractError(RuntimeError):
@@ -50,9 +52,16 @@ class StepResult:
 
 @dataclass
 class Window:
-    """An accumulation window: from a zero_grad to an optimizer step."""
+    """An accumulation window: from a zero_grad to an optimizer step.
+
+    Args:
+        is_open: whether a batch of it has begun.
+        trained: names of parameters that were trainable before or after any of its batches (steps may switch them).
+        by_tokens, unit, weight: what its losses count for.
+    """
 
     is_open: bool = False
+    trained: set[str] = field(default_factory=set)
     by_tokens: bool = False
     unit: float = 0.0
     weight: float = 0.0
@@ -207,7 +216,7 @@ class StepperBase:
 
             def forward(received: Any) -> tuple[bool, Any]:
                 with recorder.attached(results):
-                    finished, value = self._call(lambda: step(piece), 0, received)
+                    finished, value = self._call(lambda: step(copied(piece)), 0, received)
                 if finished:
                     recorder.complete()
                 return finished, value

@@ -1,28 +1,24 @@
 """Random numbers that do not depend on where a block runs.
 
-Before each microbatch, and again before and after each block of the stack, torch's generators are seeded from (seed,
-step, data rank, microbatch, block). Tensor ranks then draw the same dropout mask where they hold the same activations,
+Before each microbatch, and again before and after each block of the stack, the generators are seeded from (seed, step,
+data rank, microbatch, block). Tensor ranks then draw the same dropout mask where they hold the same activations,
 two stages never draw each other's, and a block draws the same mask on whatever stage it lives. (A sample's mask still
 depends on the microbatch it falls into.)
 
 Outside the steps, where the data is loaded, ranks that share their samples must draw alike (augmentations, the seeds of
-workers): they start from one state, and a step leaves the generators as it found them. Python's and numpy's generators
-are treated like torch's.
+workers): they start from one state, and a step leaves the generators as it found them.
 """
 
 from __future__ import annotations
 
-import random
-import sys
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_megapar.generators import generator_states, seed_generators, set_generator_states
 from lightning_megapar.mesh import ParallelMesh
 
 
@@ -37,44 +33,21 @@ def uses_dropout(module: nn.Module) -> bool:
     return False
 
 
-def _generator_states() -> tuple[Any, Any, Any]:
-    numpy = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def _set_generator_states(states: tuple[Any, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and states[2] is not None:
-        numpy.random.set_state(states[2])
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Leave torch's (CPU), Python's and numpy's generators as they were."""
-    states = _generator_states()
-    try:
-        yield
-    finally:
-        _set_generator_states(states)
-
-
 def share_generators(mesh: ParallelMesh) -> None:
     """Give the ranks that share their samples one state of the generators: that of the first of them.
 
     Collective over the tensor and pipeline ranks. After ``seed_everything`` nothing changes.
     """
-    box = [_generator_states()]
+    box = [generator_states()]
     for axis in ("tensor", "pipeline"):
         group = mesh.group(axis)
         if group is not None:
             dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-    _set_generator_states(box[0])
+    set_generator_states(box[0])
 
 
 class RandomStreams:
-    """Seeds torch's generators for one rank.
+    """Seeds the generators for one rank.
 
     Args:
         seed: of the run.
@@ -95,10 +68,7 @@ class RandomStreams:
         """Seed for everything before the stack."""
         self._place = self._place_of(step, microbatch)
         seed = zlib.crc32(self._place.encode())
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(seed)
+        seed_generators(seed)
 
     def begin_backward(self, step: int, microbatch: int) -> None:
         """Blocks that are recomputed in this microbatch's backward draw what they drew in its forward."""
@@ -110,13 +80,13 @@ class RandomStreams:
     def _before(self, index: int) -> Any:
         def seed(block: nn.Module, args: tuple[Any, ...]) -> None:
             if block.training and self._place:
-                torch.manual_seed(zlib.crc32(f"{self._place}:{index}".encode()))
+                seed_generators(zlib.crc32(f"{self._place}:{index}".encode()))
 
         return seed
 
     def _after(self, index: int) -> Any:
         def seed(block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if block.training and self._place:
-                torch.manual_seed(zlib.crc32(f"{self._place}:after {index}".encode()))
+                seed_generators(zlib.crc32(f"{self._place}:after {index}".encode()))
 
         return seed

@@ -89,13 +89,14 @@ class Stepper(StepperBase):
         mark = self._fingerprint(batch, len(pieces), "train")
         samples = sum(count for _, count in pieces)
         window = self._window
-        parameters = self.parameters
+        parameters = self._parameters
         if not window.is_open:
             self._refuse_switched()
             # Lightning zeroes gradients only after training_step; free them before the forwards need the memory.
             self._window = window = Window(is_open=True)
             for record in parameters:
                 record.parameter.grad = None
+        window.trained.update(record.name for record in self.parameters)
         kept = [record.parameter.grad for record in parameters]
         for record in parameters:
             record.parameter.grad = None
@@ -153,12 +154,8 @@ class Stepper(StepperBase):
             stacked = torch.stack(weights)
             weighted = torch.stack(losses).double() * stacked
             loss_sum, weight_sum = torch.where(stacked > 0, weighted, 0.0).sum(), stacked.sum()
-        if losses and self.check_is_due and losses_differ(loss_sum, self.mesh, TOLERANCE.get(losses[0].dtype, 1e-4)):
-            raise StepContractError(
-                f"the {self.mesh.size('tensor')} tensor ranks computed different losses for one batch: the sharding "
-                "plan is wrong for this model, or its step draws random numbers that differ between ranks. See "
-                "recipes/verify.py, or use sharding_plan='off'"
-            )
+        if losses:
+            self._refuse_different(loss_sum, losses[0].dtype)
         tokens_flag = 1.0 if by_tokens and by_tokens[0] else 0.0
         report = self.exchange.exchange(recorder, loss_sum, weight_sum, flag + 2.0 * tokens_flag, mark)
         window.by_tokens = any(f >= 2.0 for f in report.flags)
@@ -177,6 +174,7 @@ class Stepper(StepperBase):
         window.weight += report.weight
         self.steps += 1
 
+        window.trained.update(record.name for record in self.parameters)
         stash = [record.parameter.grad for record in parameters]
         for record, old in zip(parameters, kept):
             record.parameter.grad = old
@@ -231,8 +229,17 @@ class Stepper(StepperBase):
         if self.check_is_due:
             self._check_agreement()
         self._windows += 1
-        self.reducer.reduce(final)
+        self.reducer.reduce(final, window.trained)
         self._window = Window()
+
+    def _refuse_different(self, loss: Tensor, dtype: torch.dtype) -> None:
+        """Tensor ranks share their samples: when the check is due, their losses (0-dim float64) must be alike."""
+        if self.check_is_due and losses_differ(loss, self.mesh, TOLERANCE.get(dtype, 1e-4)):
+            raise StepContractError(
+                f"the {self.mesh.size('tensor')} tensor ranks computed different losses for one batch: the sharding "
+                "plan is wrong for this model, or its step draws random numbers that differ between ranks. See "
+                "recipes/verify.py, or use sharding_plan='off'"
+            )
 
     def _check_agreement(self) -> None:
         """Gradients of what the tensor ranks hold alike are alike, or are addends that are summed from now on."""
@@ -252,12 +259,20 @@ class Stepper(StepperBase):
 
     # -- manual optimization -----------------------------------------------------------------------------------------
 
-    def backward_alone(self, backward: Callable[[], None]) -> None:
+    def backward_alone(self, backward: Callable[[], None], loss: Tensor) -> None:
         """Run one backward of a step that optimizes by itself, and average its gradients over the data ranks.
 
         As under DDP, ``.grad`` is complete when it returns; what it held before is added, not reduced again.
+
+        Args:
+            backward: of the loss.
+            loss: detached, of any shape.
+
+        Raises:
+            StepContractError: when tensor ranks, which share their samples, have computed different losses.
         """
         self._refuse_switched()
+        self._refuse_different(loss.double().sum(), loss.dtype)
         parameters = self.parameters
         kept = [record.parameter.grad for record in parameters]
         for record in parameters:

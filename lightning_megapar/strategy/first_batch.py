@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_megapar.batches import split_batch
-from lightning_megapar.step.random_streams import generators_kept
+from lightning_megapar.batches import copied, split_batch
+from lightning_megapar.generators import generators_kept
 
 Trial = Callable[[nn.Module], Any]
 _LOOPS = {
@@ -66,7 +66,8 @@ def peek(trainer: Any, pieces: int, limit: int | None = None) -> Any:
             loaders = loaders.iterables
         if trainer.state.fn != TrainerFn.FITTING and isinstance(loaders, (list, tuple)):
             loaders = loaders[0]
-        batch = tree_map(lambda loader: _samples(loader, pieces, limit), loaders, is_leaf=_is_loader)
+        # What a dataset or a list of batches holds itself must not be written into.
+        batch = copied(tree_map(lambda loader: _samples(loader, pieces, limit), loaders, is_leaf=_is_loader))
         batch = trainer.lightning_module._apply_batch_transfer_handler(batch, device=torch.device("cpu"))
         return trainer.strategy.precision_plugin.convert_input(split_batch(batch, 1)[0][0])
     return None
@@ -97,7 +98,9 @@ def trial_of(trainer: Any, pieces: int) -> Trial | None:
 
     def run(module: Any) -> Any:
         meta = any(p.is_meta for p in module.parameters())
-        moved = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, batch) if meta else batch
+        moved = (
+            tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, copied(batch)) if meta else copied(batch)
+        )
         if meta:
             for part in module.modules():
                 if "_device" in vars(part):

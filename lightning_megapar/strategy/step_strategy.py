@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_megapar.batches import batch_size_of
 from lightning_megapar.checkpoint.training import DataPosition
 from lightning_megapar.config import ParallelConfig
 from lightning_megapar.data.sampler import ResumableSampler
-from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm
+from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm, torch_norms_are_global
 from lightning_megapar.launch import shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
 from lightning_megapar.step.log import replay
@@ -78,7 +78,7 @@ class StepStrategy(StateStrategy):
         self._reduced = False
         alone = self._is_plain and trainer.accumulate_grad_batches == 1
         if alone or not module.automatic_optimization:
-            with self.precision_plugin.train_step_context():
+            with self._norms_are_global(), self.precision_plugin.train_step_context():
                 output = module.training_step(*args, **kwargs)
             self._leave_requested = self._leave_requested or self._preemption.is_set
             self._count_samples(trainer, batch_size_of(args[0]) or 1)
@@ -173,7 +173,8 @@ class StepStrategy(StateStrategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         losses: list[Tensor] = []
         self.stepper.backward_alone(
-            lambda: losses.append(super(StepStrategy, self).backward(closure_loss, optimizer, *args, **kwargs))
+            lambda: losses.append(super(StepStrategy, self).backward(closure_loss, optimizer, *args, **kwargs)),
+            closure_loss.detach(),
         )
         self._reduced = True
         return losses[0]
@@ -188,7 +189,13 @@ class StepStrategy(StateStrategy):
                 f"{type(module).__name__}.training_step steps an optimizer without self.manual_backward(loss): the "
                 "gradients of loss.backward() are not averaged over the ranks; call self.manual_backward(loss)"
             )
-        return self.precision_plugin.optimizer_step(optimizer, model=model or module, closure=closure, **kwargs)
+        with self._norms_are_global():  # the closure calls the user's hooks around clipping
+            return self.precision_plugin.optimizer_step(optimizer, model=model or module, closure=closure, **kwargs)
+
+    def _norms_are_global(self) -> AbstractContextManager[None]:
+        return (
+            torch_norms_are_global(self.stepper.parameters, self.mesh) if self.layout.world_size > 1 else nullcontext()
+        )
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_megapar.batches import split_batch
+from lightning_megapar.batches import copied, split_batch
+from lightning_megapar.generators import seed_generators
 from lightning_megapar.sharding.blueprint import record_blueprints
 from lightning_megapar.sharding.chooser.trial import Run
 from lightning_megapar.sharding.initialise import initialise_by_name
@@ -134,21 +135,20 @@ def _run_of(step: str, batch: Any) -> Run:
         dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
         def fitted(leaf: Any) -> Any:
-            # In place operations of the step must not reach the next run's batch.
             if not isinstance(leaf, Tensor):
                 return leaf
-            return leaf.to(dtype) if leaf.is_floating_point() else leaf.clone()
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
         logged: list[Any] = []
         if hasattr(module, "log"):
             object.__setattr__(module, "log", lambda name, value, *a, **k: logged.append(value))
             object.__setattr__(module, "log_dict", lambda values, *a, **k: logged.extend(dict(values).values()))
-        torch.manual_seed(0)
+        seed_generators(0)
         method = getattr(module, step)
         asked = inspect.signature(method).parameters
         indices = {name: 0 for name in ("batch_idx", "dataloader_idx") if name in asked}
         rest = [] if indices or len(asked) < 2 else [0]  # an index under a name of the user's
-        output = method(tree_map(fitted, batch), *rest, **indices)
+        output = method(tree_map(fitted, copied(batch)), *rest, **indices)
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
             return loss

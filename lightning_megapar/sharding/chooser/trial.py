@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megapar.data_parallel.parameters import ModuleNames
+from lightning_megapar.generators import generator_states, set_generator_states
 from lightning_megapar.layers.collectives import Pending, TensorRanks
 from lightning_megapar.sharding.by_plan import apply_assignments
 from lightning_megapar.sharding.plan import Assignment
@@ -57,14 +58,14 @@ class _Meeting:
 
     def exchange(self, rank: int, value: Tensor) -> list[Tensor]:
         """Every rank's value, in rank order."""
-        state = torch.get_rng_state()
+        state = generator_states()
         self.slots[rank] = value
         self._next_turn(rank)
         if self._gone:
             raise RuntimeError(f"tensor ranks {sorted(self._gone)} ended before a collective that others take part in")
         values = [v for v in self.slots if v is not None]
         self._next_turn(rank)
-        torch.set_rng_state(state)
+        set_generator_states(state)
         shapes = {(tuple(v.shape), v.dtype) for v in values}
         if len(shapes) > 1:
             raise RuntimeError(
@@ -121,14 +122,14 @@ def play(meeting: _Meeting, part: Callable[[int], Any]) -> list[Any]:
     """
     results: list[Any] = [None] * meeting.size
     errors: list[BaseException] = []
-    state = torch.get_rng_state()
+    state = generator_states()
     grad = torch.is_grad_enabled()
 
     def one(rank: int) -> None:
         failed = True
         try:
             meeting.begin(rank)
-            torch.set_rng_state(state)
+            set_generator_states(state)
             with torch.set_grad_enabled(grad):
                 results[rank] = part(rank)
             failed = False
@@ -144,7 +145,7 @@ def play(meeting: _Meeting, part: Callable[[int], Any]) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join()
-    torch.set_rng_state(state)
+    set_generator_states(state)
     if errors:
         raise errors[0]
     return results

@@ -1,0 +1,80 @@
+"""The global random generators of a process: torch's, the CUDA device's, Python's and numpy's, always together.
+
+A user's step may draw from any of them. Whatever runs it for a trial, in turns, or on several ranks must treat all
+alike. numpy's and the device's take part only where they are in use.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+
+class GeneratorStates(NamedTuple):
+    """States of the generators; two of them compare equal when every generator would go on alike. Picklable.
+
+    Args:
+        cpu: torch's CPU generator, as bytes.
+        cuda: the current CUDA device's, ``None`` while CUDA is not in use.
+        python: of :mod:`random`.
+        numpy: of ``numpy.random``, its array as bytes; ``None`` while numpy is not imported.
+    """
+
+    cpu: bytes
+    cuda: bytes | None
+    python: Any
+    numpy: tuple[Any, ...] | None
+
+
+def generator_states() -> GeneratorStates:
+    """The states as they are now."""
+    numpy = sys.modules.get("numpy")
+    drawn = None
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        drawn = (kind, keys.tobytes(), *rest)
+    cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else None
+    return GeneratorStates(torch.get_rng_state().numpy().tobytes(), cuda, random.getstate(), drawn)
+
+
+def set_generator_states(states: GeneratorStates) -> None:
+    """Go on from ``states``; a generator that was not in use when they were taken is left alone."""
+    torch.set_rng_state(_tensor(states.cpu))
+    if states.cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor(states.cuda))
+    random.setstate(states.python)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and states.numpy is not None:
+        kind, keys, *rest = states.numpy
+        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed all of them.
+
+    Args:
+        seed: from 0 to 2**32 - 1 (numpy's range).
+    """
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave the generators as they were."""
+    states = generator_states()
+    try:
+        yield
+    finally:
+        set_generator_states(states)
