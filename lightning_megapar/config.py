@@ -12,8 +12,10 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 Degree = int | Literal["auto"]
-ScheduleName = Literal["gpipe", "1f1b"]
+ScheduleName = Literal["gpipe", "1f1b", "zb_h1", "zb_h2"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+SPLIT_BACKWARDS = ("zb_h1", "zb_h2")
+"""Schedules that compute weight gradients apart from the rest of the backward."""
 AXES: tuple[str, ...] = ("pipeline", "data", "context", "expert", "tensor")
 """Mesh axes from outermost to innermost: tensor-parallel ranks are neighbours (one node), stages are far apart."""
 
@@ -127,7 +129,9 @@ class ParallelConfig:
         zero_stage: 0 replicates optimizer state over data ranks, 1 shards it.
         num_microbatches: pieces that a batch is cut into; ``"auto"`` is 1 without a pipeline, else
             ``2 x pipeline_parallel_size``.
-        pipeline_schedule: ``"gpipe"`` or ``"1f1b"``.
+        pipeline_schedule: ``"gpipe"``, ``"1f1b"``, or the zero-bubble ``"zb_h1"`` and ``"zb_h2"``, which compute the
+            weight gradients of linear layers later, where a stage would be idle (``"zb_h2"`` keeps up to twice as many
+            microbatches alive).
         pipeline_blocks: dotted name of the ``ModuleList``/``Sequential`` to cut, e.g. ``"model.layers"``; ``None``
             takes the one with the most parameters.
         pipeline_stack: the same under its older name; afterwards equal to ``pipeline_blocks``.
@@ -174,6 +178,11 @@ class ParallelConfig:
             hint = f"; did you mean {near!r}?" if near else ""
             raise ConfigError(
                 f"pipeline_schedule={self.pipeline_schedule!r} is not one of {', '.join(SCHEDULES)}{hint}"
+            )
+        if self.pipeline_schedule in SPLIT_BACKWARDS and self.zero_stage > 0:
+            raise ConfigError(
+                f"pipeline_schedule={self.pipeline_schedule!r} computes weight gradients after the backward with which "
+                f"zero_stage={self.zero_stage} starts to reduce them; use zero_stage=0, or pipeline_schedule='1f1b'"
             )
         if self.pipeline_blocks and self.pipeline_stack and self.pipeline_blocks != self.pipeline_stack:
             raise ConfigError(

@@ -22,6 +22,7 @@ from lightning_megapar.data_parallel.gradients import GradientReducer
 from lightning_megapar.data_parallel.parameters import LogicalParameter, trainable
 from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.generators import generators_kept
+from lightning_megapar.layers.deferral import Deferral
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.cut import StageCut
 from lightning_megapar.pipeline.rehearsal import Rehearsal
@@ -77,6 +78,7 @@ class StepperBase:
         owner: what the parameters belong to; see :meth:`fits`.
         cut: this stage's share of the module, ``None`` without a pipeline.
         zero: FSDP2 units, ``None`` for zero_stage 0.
+        deferral: where weight gradients wait under a schedule that splits the backward.
         schedule: schedule name.
         num_microbatches: microbatches per batch (fewer for a ragged last batch).
         streams: seeds torch's generators for each microbatch; ``None`` leaves them alone.
@@ -92,6 +94,7 @@ class StepperBase:
         owner: object = None,
         cut: StageCut | None = None,
         zero: ZeroUnits | None = None,
+        deferral: Deferral | None = None,
         schedule: str = "1f1b",
         num_microbatches: int = 1,
         streams: RandomStreams | None = None,
@@ -102,6 +105,7 @@ class StepperBase:
         self.owner = owner
         self.cut = cut
         self.zero = zero
+        self.deferral = deferral
         self.schedule_name = schedule
         self.num_microbatches = num_microbatches
         self.streams = streams
@@ -223,7 +227,7 @@ class StepperBase:
 
             with self._keep_generators():
                 schedule = self._schedule("forward", 1)
-                self.runtime.run(schedule, lambda _, received: rehearsal.forward(forward, received))
+                self.runtime.run(schedule, lambda _chunk, _, received: rehearsal.forward(forward, received))
 
         rehearsal.run(once)
 

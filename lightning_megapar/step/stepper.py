@@ -111,7 +111,7 @@ class Stepper(StepperBase):
         by_tokens: list[bool] = []
         outputs: list[Any] = []
 
-        def forward(microbatch: int, received: Any) -> tuple[bool, Any]:
+        def forward(_chunk: int, microbatch: int, received: Any) -> tuple[bool, Any]:
             piece, count = pieces[microbatch]
             recorder.begin_microbatch(microbatch, count)
             with recorder.attached(results):
@@ -142,7 +142,14 @@ class Stepper(StepperBase):
 
         schedule = self._schedule(self.schedule_name, len(pieces))
         with self._keep_generators():
-            self.runtime.run(schedule, forward, backward, release, before_backward)
+            self.runtime.run(
+                schedule,
+                forward,
+                backward,
+                before_last_backward=release,
+                before_backward=before_backward,
+                postponed=self.deferral,
+            )
         if len(set(by_tokens)) > 1:
             raise StepContractError("training_step returned num_valid_tokens for some microbatches only")
         self._fill_absent_logs(recorder)
@@ -312,7 +319,7 @@ class Stepper(StepperBase):
         outputs: list[Any] = []
         weights: list[Tensor] = []
 
-        def forward(microbatch: int, received: Any) -> tuple[bool, Any]:
+        def forward(_chunk: int, microbatch: int, received: Any) -> tuple[bool, Any]:
             piece, count = pieces[microbatch]
             recorder.begin_microbatch(microbatch, count)
             with recorder.attached(results):

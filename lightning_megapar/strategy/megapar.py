@@ -253,6 +253,7 @@ class MegaParStrategy(StepStrategy):
             owner=self.prepared,
             cut=self.prepared.cut,
             zero=self.prepared.zero,
+            deferral=self.prepared.deferral,
             schedule=self.config.pipeline_schedule,
             num_microbatches=self.num_microbatches,
             streams=self.prepared.streams,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_megapar.checkpoint.hugging_face.reading import fill_module, plan_reading
-from lightning_megapar.config import ConfigError, Layout, ParallelConfig
+from lightning_megapar.config import SPLIT_BACKWARDS, ConfigError, Layout, ParallelConfig
 from lightning_megapar.data_parallel.parameters import (
     LogicalParameter,
     ModuleNames,
@@ -26,6 +26,7 @@ from lightning_megapar.data_parallel.parameters import (
 )
 from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.layers.collectives import TensorRanks
+from lightning_megapar.layers.deferral import Deferral
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.cut import StageCut, StagePlan, plan_stages
 from lightning_megapar.pipeline.stages import blocks_of, largest_stacks, outside_of
@@ -54,6 +55,7 @@ class PreparedModule:
         plan, cut: the pipeline's, ``None`` without one.
         zero: FSDP2 units, ``None`` for zero_stage 0.
         streams: layout-free random streams, ``None`` on a single rank.
+        deferral: where weight gradients wait, ``None`` under schedules with whole backwards.
         stages: canonical parameter name -> stages that hold it.
         choice: how layers that are not ours are sharded over the tensor ranks.
         blueprints: the module's transformers models, whole and without memory.
@@ -69,6 +71,7 @@ class PreparedModule:
     stages: dict[str, tuple[int, ...]]
     choice: PlanChoice = field(default_factory=PlanChoice)
     blueprints: tuple[Blueprint, ...] = ()
+    deferral: Deferral | None = None
 
 
 def prepare_module(
@@ -138,6 +141,10 @@ def prepare_module(
         _take_values_of_rank_zero(module, device, loaded)
     if plan is not None:
         cut = StageCut(module, plan, mesh.coordinate("pipeline"), device)
+    deferral = None
+    if cut is not None and config.pipeline_schedule in SPLIT_BACKWARDS:
+        deferral = Deferral()
+        deferral.connect(module)
     tensor = mesh.submesh("tensor")
     shard_module(module, tensor, config.sequence_parallel and mesh.size("tensor") > 1)
     if assignments and tensor is not None:
@@ -166,7 +173,9 @@ def prepare_module(
         cut.install_hooks()
     stages = _stages_of(module, names, mesh)
     parameters = collect_parameters(module, names, stages, partial_parameter_names(module, names), sharded)
-    return PreparedModule(mesh.layout, names, parameters, plan, cut, zero, streams, stages, choice, blueprints)
+    return PreparedModule(
+        mesh.layout, names, parameters, plan, cut, zero, streams, stages, choice, blueprints, deferral
+    )
 
 
 def _pricing(config: ParallelConfig, mesh: ParallelMesh, dtype: str) -> Pricing | None:
