@@ -111,11 +111,12 @@ class Stepper(StepperBase):
         by_tokens: list[bool] = []
         outputs: list[Any] = []
 
-        def forward(_chunk: int, microbatch: int, received: Any) -> tuple[bool, Any]:
+        def forward(chunk: int, microbatch: int, received: Any) -> tuple[bool, Any]:
             piece, count = pieces[microbatch]
-            recorder.begin_microbatch(microbatch, count)
-            with recorder.attached(results):
-                finished, value = self._call(lambda: step(piece), microbatch, received)
+            log = self._recorder_of(chunk, recorder)
+            log.begin_microbatch(microbatch, count)
+            with log.attached(results):
+                finished, value = self._call(lambda: step(piece), microbatch, received, chunk)
             if finished:
                 loss, tokens = _loss_of(value)
                 losses.append(loss.detach())
@@ -319,11 +320,12 @@ class Stepper(StepperBase):
         outputs: list[Any] = []
         weights: list[Tensor] = []
 
-        def forward(_chunk: int, microbatch: int, received: Any) -> tuple[bool, Any]:
+        def forward(chunk: int, microbatch: int, received: Any) -> tuple[bool, Any]:
             piece, count = pieces[microbatch]
-            recorder.begin_microbatch(microbatch, count)
-            with recorder.attached(results):
-                finished, value = self._call(lambda: step(piece), microbatch, received)
+            log = self._recorder_of(chunk, recorder)
+            log.begin_microbatch(microbatch, count)
+            with log.attached(results):
+                finished, value = self._call(lambda: step(piece), microbatch, received, chunk)
             if finished:
                 outputs.append(detach(value))
                 tokens = value.get("num_valid_tokens") if isinstance(value, dict) else None

@@ -44,8 +44,8 @@ class MegaParStrategy(StepStrategy):
 
     Args:
         tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size,
-        data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_blocks,
-        pipeline_stack, pipeline_split, sharding_plan, cluster: see
+        data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_chunks,
+        pipeline_blocks, pipeline_stack, pipeline_split, sharding_plan, cluster: see
             :class:`~lightning_megapar.config.ParallelConfig`. Every size may be ``"auto"``.
         pipeline_keep: module name -> ``"first"``, ``"last"`` or ``"all"``: where a module beside the pipelined stack
             is needed, when neither a trial run of the first batch nor its place in the registration order says so.
@@ -75,6 +75,7 @@ class MegaParStrategy(StepStrategy):
         zero_stage: int = 0,
         num_microbatches: Any = "auto",
         pipeline_schedule: str = "1f1b",
+        pipeline_chunks: Any = "auto",
         pipeline_blocks: str | None = None,
         pipeline_stack: str | None = None,
         pipeline_split: Any = None,
@@ -100,6 +101,7 @@ class MegaParStrategy(StepStrategy):
             zero_stage=zero_stage,
             num_microbatches=num_microbatches,
             pipeline_schedule=pipeline_schedule,
+            pipeline_chunks=pipeline_chunks,
             pipeline_blocks=pipeline_blocks,
             pipeline_stack=pipeline_stack,
             pipeline_split=pipeline_split,
@@ -254,7 +256,8 @@ class MegaParStrategy(StepStrategy):
             cut=self.prepared.cut,
             zero=self.prepared.zero,
             deferral=self.prepared.deferral,
-            schedule=self.config.pipeline_schedule,
+            schedule=self.schedule,
+            placement=self.placement,
             num_microbatches=self.num_microbatches,
             streams=self.prepared.streams,
             forward_context=self.precision_plugin.forward_context,

@@ -28,7 +28,9 @@ from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.layers.collectives import TensorRanks
 from lightning_megapar.layers.deferral import Deferral
 from lightning_megapar.mesh import ParallelMesh
-from lightning_megapar.pipeline.cut import StageCut, StagePlan, plan_stages
+from lightning_megapar.pipeline.chunks import RankCut
+from lightning_megapar.pipeline.cut import StagePlan, plan_stages
+from lightning_megapar.pipeline.schedules import placement_of
 from lightning_megapar.pipeline.stages import blocks_of, largest_stacks, outside_of
 from lightning_megapar.pipeline.survey import Survey, survey_module
 from lightning_megapar.sharding.apply import shard_module
@@ -65,7 +67,7 @@ class PreparedModule:
     names: ModuleNames
     parameters: list[LogicalParameter]
     plan: StagePlan | None
-    cut: StageCut | None
+    cut: RankCut | None
     zero: ZeroUnits | None
     streams: RandomStreams | None
     stages: dict[str, tuple[int, ...]]
@@ -134,13 +136,14 @@ def prepare_module(
     pipeline = mesh.size("pipeline")
     plan = cut = None
     if pipeline > 1:
+        placement = placement_of(config.pipeline_schedule, pipeline, config.chunks)
         named: dict[str, Any] = {"stack": config.pipeline_blocks, "split": config.pipeline_split}
-        survey = None if trial is None else _survey(module, pipeline, trial, convert, named)
-        plan = plan_stages(module, pipeline, keep=keep, survey=survey, **named)
+        survey = None if trial is None else _survey(module, pipeline * config.chunks, trial, convert, named)
+        plan = plan_stages(module, placement, keep=keep, survey=survey, **named)
     if mesh.layout.world_size > 1:
         _take_values_of_rank_zero(module, device, loaded)
     if plan is not None:
-        cut = StageCut(module, plan, mesh.coordinate("pipeline"), device)
+        cut = RankCut(module, plan, placement[mesh.coordinate("pipeline")], device)
     deferral = None
     if cut is not None and config.pipeline_schedule in SPLIT_BACKWARDS:
         deferral = Deferral()
@@ -156,7 +159,9 @@ def prepare_module(
     _refuse_meta(module)
     streams = None
     if mesh.layout.world_size > 1:
-        keyed = _blocks(module, plan) if uses_dropout(module) else []
+        keyed: list[Sequence[nn.Module]] = []
+        if uses_dropout(module):
+            keyed = [cut.places_of(name) for name in cut.plan.blocks] if cut else [[b] for b in _blocks(module, plan)]
         streams = RandomStreams(seed, mesh.coordinate("data"), keyed)
     zero = None
     sharded: set[str] = set()
@@ -220,7 +225,8 @@ def check_module(
     if given is not None and layout.tensor > 1:
         resolve(given, module, strict=True)
     if layout.pipeline > 1:
-        plan_stages(module, layout.pipeline, stack=config.pipeline_blocks, split=config.pipeline_split, keep=keep)
+        placement = placement_of(config.pipeline_schedule, layout.pipeline, config.chunks)
+        plan_stages(module, placement, stack=config.pipeline_blocks, split=config.pipeline_split, keep=keep)
 
 
 def _survey(

@@ -1,6 +1,6 @@
 """Pipeline schedules as data: what each rank does, in order."""
 
-from lightning_megapar.pipeline.schedules.build import SCHEDULE_NAMES, build_schedule, forward_schedule
+from lightning_megapar.pipeline.schedules.build import SCHEDULE_NAMES, build_schedule, forward_schedule, placement_of
 from lightning_megapar.pipeline.schedules.data import (
     KINDS,
     Action,
@@ -22,6 +22,7 @@ __all__ = [
     "from_csv",
     "load_schedule",
     "loop_placement",
+    "placement_of",
     "save_schedule",
     "to_csv",
     "v_placement",

@@ -238,6 +238,15 @@ SCHEDULE_NAMES: tuple[str, ...] = tuple(_RECIPES)
 """Every name that :func:`build_schedule` knows; the last one, ``forward``, has no backward."""
 
 
+def placement_of(name: str, num_stages: int, num_chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
+    """For each rank the virtual stage of each of its chunks under the named schedule.
+
+    Raises:
+        ConfigError: as :func:`build_schedule`.
+    """
+    return build_schedule(name, num_stages, 1, num_chunks).placement
+
+
 def build_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
     """The named schedule (see the table above) for ``num_stages`` ranks.
 
