@@ -73,7 +73,9 @@ def _verify(options: argparse.Namespace) -> int:
     if not isinstance(module, LightningModule):
         other = " of lightning.pytorch" if any(k.__name__ == "LightningModule" for k in type(module).__mro__) else ""
         raise ConfigError(f"{options.module} gave a {type(module).__name__}, not a LightningModule{other}")
-    source = module if options.data is None else _made("--data", options.data, "--data-arguments", options.data_arguments)
+    source = (
+        module if options.data is None else _made("--data", options.data, "--data-arguments", options.data_arguments)
+    )
     batch = _batch_of(source, options.data)
     devices = 1
     for key in SIZES.values():
@@ -206,7 +208,9 @@ def _load(what: str, path: str) -> Any:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{what} {path!r} cannot be imported: {name} needs {error.name!r}, which is not there") from None
+            raise ConfigError(
+                f"{what} {path!r} cannot be imported: {name} needs {error.name!r}, which is not there"
+            ) from None
         package, _, last = error.name.rpartition(".")
         places = getattr(sys.modules.get(package), "__path__", None) if package else ["", *sys.path]
         near = _nearest(last, (found.name for found in pkgutil.iter_modules(places)) if places else ())

@@ -203,8 +203,9 @@ def test_a_module_without_a_transformers_model_is_no_hugging_face_directory(
     heard = capsys.readouterr().err
     assert "Traceback" not in heard and said in heard and not (tmp_path / "out").exists()
     if config:
-        assert "the state holds no GPT2LMHeadModel under 'model': there is no tensor 'model.transformer.wte.weight'" in (
-            heard
+        assert (
+            "the state holds no GPT2LMHeadModel under 'model': there is no tensor 'model.transformer.wte.weight'"
+            in (heard)
         )
         assert "Its first names are first, norm, second" in heard
 

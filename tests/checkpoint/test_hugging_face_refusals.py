@@ -212,5 +212,7 @@ def test_models_that_are_not_there_are_named() -> None:
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8)
     with torch.device("meta"):
         two = nn.ModuleDict({name: transformers.GPT2LMHeadModel(config) for name in ("student", "teacher")})
-    assert "the module holds 2 transformers models: name one of them by module=: 'student', 'teacher'" in find(two, None)
+    assert "the module holds 2 transformers models: name one of them by module=: 'student', 'teacher'" in find(
+        two, None
+    )
     assert "there are 2: ['student', 'teacher']; did you mean 'student'?" in find(two, "studant")

@@ -98,6 +98,26 @@ def test_refused_by_name(plan: dict[str, Any], says: str) -> None:
         apply(Attention(), plan)
 
 
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ({"norm": "colwise"}, r"sharding_plan\['norm'\] = 'colwise': norm is a LayerNorm; colwise needs an nn.Linear"),
+        ({"table": "rowwise"}, r"table is a Embedding; rowwise needs an nn.Linear"),
+        ({"norm": "mla_kv_a_proj:features=2"}, r"norm is a LayerNorm; mla_kv_a_proj needs an nn.Linear"),
+        ({"table": "split:dim=0"}, r"table is a Embedding; split needs a parameter's name"),
+        ({"blocks": "all_reduce"}, r"blocks is a ModuleList; all_reduce needs a module that is called"),
+        (
+            {"blocks": "local_arguments:heads=4"},
+            r"blocks is a ModuleList; local_arguments needs a module that is called",
+        ),
+    ],
+)
+def test_styles_of_other_modules_are_refused(plan: dict[str, str], says: str) -> None:
+    module = nn.ModuleDict({"norm": nn.LayerNorm(8), "table": nn.Embedding(8, 8), "blocks": nn.ModuleList()})
+    with pytest.raises(ConfigError, match=says):
+        resolve(ShardingPlan.from_mapping(plan), module, strict=True)
+
+
 def test_refused_as_a_setting(tmp_path: Path) -> None:
     from lightning_megapar import MegaParStrategy
 
@@ -209,7 +229,9 @@ def test_transformers_plans_are_read_off_the_module() -> None:
     assignments = resolve(plan, module, strict=False)
     apply_assignments(module, assignments, ranks())
     alike = {one.name: starred(one.name) for one in assignments}
-    rows = {row.module: row for row in plan_rows(PlanChoice(assignments, alike=alike), [stage_part(module, assignments)])}
+    rows = {
+        row.module: row for row in plan_rows(PlanChoice(assignments, alike=alike), [stage_part(module, assignments)])
+    }
     assert rows["net.model.layers.*.mlp.up_proj"].count == 2
     assert rows["(whole on every rank)"].share < 0.1
     assert abs(sum(row.share for row in rows.values()) - 1) < 1e-9

@@ -213,7 +213,9 @@ def find_blueprint(blueprints: Sequence[Blueprint], module: str | None) -> Bluep
             )
         if module is None:
             names = ", ".join(map(repr, known))
-            raise ConfigError(f"the module holds {len(known)} transformers models: name one of them by module=: {names}")
+            raise ConfigError(
+                f"the module holds {len(known)} transformers models: name one of them by module=: {names}"
+            )
         near = nearest_name(module, known)
         hint = f"; did you mean {near!r}?" if near else ""
         raise ConfigError(f"module={module!r} is no transformers model; there are {len(known)}: {known}{hint}")
