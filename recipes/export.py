@@ -4,8 +4,9 @@
     python recipes/export.py runs/my_run model.pt
     python recipes/export.py runs/my_run/checkpoints/last.ckpt directory --hugging-face
 
-Of a run directory the newest checkpoint is taken. The last form writes a directory for transformers' ``from_pretrained``; the model's configuration comes from the
-checkpoint (``recipes/finetune.py`` puts it there) or from ``--config``.
+Of a run directory the newest checkpoint is taken. The last form writes a directory for transformers'
+``from_pretrained``; the model's configuration comes from the checkpoint (``recipes/finetune.py`` puts it there) or from
+``--config``.
 
 One process, no GPU; it needs the memory of the whole checkpoint (of the weights alone with ``--model-only``).
 """

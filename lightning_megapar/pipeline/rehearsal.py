@@ -248,6 +248,6 @@ def endless(cut: StageCut) -> str:
     needed = ", ".join(sorted(s.describe() for s, _ in cut.known)[:5])
     return (
         f"after {ROUNDS} rehearsals on one microbatch a stage still needs more from earlier ones ({needed}, ...): the "
-        "step differs from call to call (by what it counts, by Python's random numbers), or needs what is found one "
+        "step differs from call to call (by what it counts), or needs what is found one "
         "by one. Use the same results in every call, or pipeline_parallel_size=1 for this module"
     )

@@ -1,4 +1,4 @@
-"""Everyday training of torch's own layers, which tensor parallelism cuts by a plan that it finds: many things at once."""
+"""Everyday training of torch's own layers, which tensor parallelism cuts by a plan that it finds; much at once."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def refused(recipe: Any, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["ragget:Ragged"], "MODULE 'ragget:Ragged' cannot be imported: there is no module 'ragget'; did you mean 'ragged'?"),
+        (["ragget:Ragged"], "'ragget:Ragged' cannot be imported: there is no module 'ragget'; did you mean 'ragged'?"),
         (["lightning_megapar.veryfy:verify"], "did you mean 'lightning_megapar.verify'?"),
         (["no_package_of_this_name.model:Net"], "there is no module 'no_package_of_this_name'"),
         (["ragged:Raged"], "ragged has no 'Raged'; did you mean 'Ragged'?"),
