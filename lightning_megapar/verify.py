@@ -7,6 +7,7 @@ weights on the same samples. ``recipes/verify.py`` is the command line of it.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_megapar.batches import batch_size_of, split_batch
@@ -132,15 +134,20 @@ def verify(
         the report on rank 0; an empty one elsewhere.
 
     Raises:
-        ConfigError: a batch that the layout cannot deal out, manual optimization, or a layout that is refused.
+        ConfigError: a setting out of range, a batch that the layout cannot deal out, manual optimization, a module that
+            cannot be copied (its attribute is named), a step without a loss, or a layout that is refused.
     """
     if not module.automatic_optimization:
         raise ConfigError(f"{type(module).__name__} optimizes by itself: there is no gradient of a step to compare")
+    if steps < 1:
+        raise ConfigError(f"steps={steps}: expected an integer >= 1")
+    if not tolerance >= 0:
+        raise ConfigError(f"tolerance={tolerance}: expected a number >= 0")
     layout = strategy.config.resolve(devices * strategy.num_nodes)[0]
     pieces = _dealt_out(batch, layout.data)
     expected = _Recorder()
     plain = _trainer(expected, accelerator, 1, "auto", precision, steps)
-    plain.fit(copy.deepcopy(module), _Repeated(lambda: batch, steps))
+    plain.fit(_with_checked_step(_copied(module)), _Repeated(lambda: batch, steps))
     found = _Recorder()
     trainer = _trainer(found, accelerator, devices, strategy, precision, steps)
     trainer.fit(module, _Repeated(lambda: pieces[strategy.data_parallel_rank], steps))
@@ -167,19 +174,107 @@ class _Repeated:
 
 
 def _trainer(recorder: _Recorder, accelerator: str, devices: int, strategy: Any, precision: Any, steps: int) -> Trainer:
-    return Trainer(
-        accelerator=accelerator,
-        devices=devices,
-        strategy=strategy,
-        precision=precision,
-        max_steps=steps,
-        callbacks=[recorder],
-        logger=False,
-        limit_val_batches=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    try:
+        return Trainer(
+            accelerator=accelerator,
+            devices=devices,
+            strategy=strategy,
+            precision=precision,
+            max_steps=steps,
+            callbacks=[recorder],
+            logger=False,
+            limit_val_batches=0,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    except ConfigError:
+        raise
+    except (ValueError, MisconfigurationException) as error:  # Lightning's own refusals name no setting
+        raise ConfigError(f"accelerator={accelerator!r}, precision={precision!r}, devices={devices}: {error}") from None
+
+
+def _copied(module: LightningModule) -> LightningModule:
+    """The module for the run in one process.
+
+    Raises:
+        ConfigError: something in it cannot be copied; where it is kept is named.
+    """
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:  # whatever somebody's classes raise
+        where, value = _not_copyable(module)
+        kind = type(value)
+        shown = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+        raise ConfigError(
+            f"{type(module).__name__} cannot be copied for the run in one process: "
+            + (f"its attribute {where!r} holds a {shown} " if where else "")
+            + f"({type(error).__name__}: {error}). Make it in setup() or when it is first used, or leave it out of "
+            "copies (__deepcopy__, __getstate__)"
+        ) from None
+
+
+def _not_copyable(module: LightningModule) -> tuple[str, Any]:
+    """Where the innermost value is kept that cannot be copied, and the value; ``("", None)`` when it is not found."""
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if name == "_modules":
+                continue
+            shown = "" if name in ("_parameters", "_buffers") else name
+            found = _inside(value, ".".join(filter(None, (path, shown))), {})
+            if found is not None:
+                return found
+    return "", None
+
+
+def _inside(value: Any, where: str, seen: dict[int, Any]) -> tuple[str, Any] | None:
+    """The part of ``value`` that cannot be copied; ``None`` when all of it can."""
+    if id(value) in seen:
+        return None
+    seen[id(value)] = value
+    try:
+        copy.deepcopy(value)
+    except Exception:
+        parts: list[tuple[str, Any]] = []
+        if isinstance(value, dict):
+            parts = [(f"{where}.{k}" if isinstance(k, str) else f"{where}[{k!r}]", v) for k, v in value.items()]
+        elif isinstance(value, (list, tuple)):
+            parts = [(f"{where}[{index}]", part) for index, part in enumerate(value)]
+        elif not isinstance(value, (Tensor, type)):
+            parts = [(f"{where}.{k}", v) for k, v in getattr(value, "__dict__", {}).items()]
+        inner = (_inside(part, name.lstrip("."), seen) for name, part in parts)
+        return next((found for found in inner if found is not None), (where, value))
+    return None
+
+
+def _with_checked_step(module: LightningModule) -> LightningModule:
+    """The module with a ``training_step`` whose result is looked at: Lightning skips a step that returns nothing."""
+    step: Any = module.training_step
+
+    @functools.wraps(step)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        output = step(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        wrong = ""
+        if not isinstance(loss, Tensor):
+            keys = f" with the keys {list(output)}" if isinstance(output, dict) and "loss" not in output else ""
+            wrong = f"returned {'a dict' + keys if keys else _kind_of(loss)}; there is no loss to compare"
+        elif loss.numel() != 1:
+            wrong = f"returned a loss of shape {tuple(loss.shape)}; a loss is one number"
+        elif not loss.requires_grad:
+            wrong = "returned a loss that depends on no trainable parameter; there is no gradient to compare"
+        if wrong:
+            raise ConfigError(
+                f"{type(module).__name__}.training_step {wrong}. It must return a loss tensor, or a dict with 'loss'"
+            )
+        return output
+
+    vars(module)["training_step"] = checked
+    return module
+
+
+def _kind_of(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__} as loss"
 
 
 def _dealt_out(batch: Any, data: int) -> list[Any]:

@@ -1,10 +1,12 @@
 """Write a sharded checkpoint as one file that plain Lightning and ``torch.load(weights_only=True)`` open.
 
     python recipes/export.py runs/my_run/checkpoints/last.ckpt model.pt
+    python recipes/export.py runs/my_run model.pt
     python recipes/export.py runs/my_run/checkpoints/last.ckpt directory --hugging-face
 
-The second form writes a directory for transformers' ``from_pretrained``; the model's configuration comes from the
-checkpoint (``recipes/finetune.py`` puts it there) or from ``--config``.
+Of a run directory the newest checkpoint is taken. The last form writes a directory for transformers'
+``from_pretrained``; the model's configuration comes from the checkpoint (``recipes/finetune.py`` puts it there) or from
+``--config``.
 
 One process, no GPU; it needs the memory of the whole checkpoint (of the weights alone with ``--model-only``).
 """
@@ -22,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="export.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT_DIR", help="the directory that training wrote")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run directory")
     parser.add_argument("out", type=Path, metavar="OUT", help="the file (or, with --hugging-face, directory) to write")
     parser.add_argument("--model-only", action="store_true", help="weights and hyper-parameters, no training state")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists (a file only)")
@@ -48,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
             refuse_existing(options.out.absolute(), options.force)
         elif options.out.exists():
             raise CheckpointError(f"{options.out} exists; a directory is never written over, give another name")
+        options.checkpoint = checkpoint_of(options.checkpoint)
         manifest = read_manifest(options.checkpoint)
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("reading", total=None)
@@ -72,6 +75,26 @@ def main(arguments: list[str] | None = None) -> int:
         f"{len(checkpoint['state_dict'])} tensors in the state_dict"
     )
     return 0
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The newest checkpoint of a run directory; any other path as it is."""
+    from lightning_megapar.checkpoint import CheckpointError, is_sharded_checkpoint
+    from lightning_megapar.checkpoint.reader import newest_checkpoint, what_is
+    from lightning_megapar.hydra_app.run_directory import CHECKPOINTS, CLAIM
+
+    folder = path / CHECKPOINTS
+    if is_sharded_checkpoint(path) or not (folder.is_dir() or (path / CLAIM).is_file()):
+        return path
+    found = newest_checkpoint(folder)
+    if found is not None:
+        print(f"export: {path} is a run directory; its newest checkpoint is {found[0].name}", file=sys.stderr)
+        return found[0]
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    told = f"{folder} holds none"
+    if entries:
+        told = "; ".join(f"{entry.name}: {what_is(entry)}" for entry in entries[:4])
+    raise CheckpointError(f"{path} is a run directory without a sharded checkpoint ({told})")
 
 
 def write_directory(checkpoint: dict[str, Any], options: argparse.Namespace) -> int:

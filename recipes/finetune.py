@@ -9,6 +9,8 @@ directory as a Hugging Face directory.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,18 +115,52 @@ def model_config(cfg: DictConfig) -> Any:
     given = [override for override in HydraConfig.get().overrides.task if override.lstrip("+~").startswith("model.")]
     if given:
         raise ConfigError(f"{given[0]} changes the small random model, but model_path={cfg.model_path} takes its place")
+    refuse_no_model(cfg.model_path)
     try:
         return transformers.AutoConfig.from_pretrained(cfg.model_path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a configuration may raise anything when its values do not fit
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"model_path={cfg.model_path} is not a Hugging Face model directory: {reason}") from error
 
 
+def refuse_no_model(path: str) -> None:
+    """Refuse a ``model_path`` that is no directory of a model, before transformers looks for it on the internet."""
+    directory = Path(path)
+    if not directory.exists():
+        beside = sorted(p.parent.name for p in directory.parent.glob("*/config.json"))
+        near = get_close_matches(directory.name, beside, n=1)
+        hint = f"; did you mean {str(directory.with_name(near[0]))!r}?" if near else ""
+        raise ConfigError(
+            f"model_path={path} is not a Hugging Face model directory: it does not exist{hint} (a model of a hub is "
+            "downloaded first: hf download NAME --local-dir DIR)"
+        )
+    if not directory.is_dir():
+        raise ConfigError(
+            f"model_path={path} is not a Hugging Face model directory: it is a file; did you mean "
+            f"{str(directory.parent)!r}?"
+        )
+    if not (directory / "config.json").is_file():
+        inside = sorted(str(p.parent) for p in directory.glob("*/config.json"))
+        hint = f"; did you mean {inside[0]!r}?" if inside else ""
+        held = ", ".join(sorted(p.name for p in directory.iterdir())[:5]) or "nothing"
+        raise ConfigError(
+            f"model_path={path} is not a Hugging Face model directory: it has no config.json (it holds {held}){hint}"
+        )
+
+
 def check(cfg: DictConfig, module: Finetune, plan: Any) -> None:
     """Refuse a model that the data or the layout does not fit; builds it without memory."""
+    from transformers import AutoModelForCausalLM
+
     from lightning_megapar.checkpoint.hugging_face.reading import check_load_from
     from lightning_megapar.data import VOCAB_SIZE
     from lightning_megapar.strategy.prepare import check_module
+
+    if type(module.config) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(
+            f"model_path={cfg.model_path} is a {module.config.model_type!r} model, of which transformers has no causal "
+            "language model; this recipe trains those that AutoModelForCausalLM makes"
+        )
 
     text = module.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)

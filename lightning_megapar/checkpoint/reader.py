@@ -60,6 +60,24 @@ def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
     return (locate(path) / MANIFEST).is_file()
 
 
+def newest_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, int] | None:
+    """The checkpoint of the highest step among a directory's entries (``last.ckpt`` of several), and its step.
+
+    Damaged ones are passed over: an older one is better than none. ``None`` when there is none.
+    """
+    folder, found = Path(directory), []
+    for candidate in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if is_sharded_checkpoint(candidate):
+            try:
+                found.append((read_manifest(candidate).step, candidate.name == "last.ckpt", candidate))
+            except CheckpointError:
+                continue
+    if not found:
+        return None
+    step, _, newest = max(found)
+    return newest, step
+
+
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Keys, shapes, dtypes, step and info of a sharded checkpoint. Its checksum is verified, tensors are not read.
 

@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
+from lightning_megapar.config import ConfigError
+
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -93,7 +95,11 @@ def units_of(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     Every block with parameters is a unit, and so is every module with parameters beside the path to the blocks.
     Modules that share a parameter are left to a unit around their innermost common ancestor. Parameters that a module
     on the path owns itself stay replicated, unless such a unit covers them.
+
+    Raises:
+        ConfigError: a parameter that a block shares with another block or with a module beside the stack.
     """
+    _refuse_tied_blocks(module, blocks)
     inside = {id(m) for block in blocks for m in block.modules()}
     beside: dict[str, nn.Module] = {}
 
@@ -120,6 +126,38 @@ def units_of(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
         *(child for path, child in beside.items() if path not in left_out),
         *(module.get_submodule(path) for path in sorted(around, key=len, reverse=True)),
     ]
+
+
+def _refuse_tied_blocks(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """FSDP2 makes a parameter of its own of each unit's: one that two units hold would come apart."""
+    numbers = {id(block): number for number, block in enumerate(blocks)}
+    inside = {id(child): number for number, block in enumerate(blocks) for child in block.modules()}
+    everywhere = dict(module.named_modules(remove_duplicate=False))
+    places = {path: numbers[id(child)] for path, child in everywhere.items() if id(child) in numbers}
+
+    def block_of(path: str, owner: nn.Module) -> int | None:
+        parts = path.split(".")
+        around = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        # A part of a block may be registered outside of it as well: that is another name, no tie.
+        return next((places[name] for name in around if name in places), inside.get(id(owner)))
+
+    owned = (
+        (path, child, name, parameter)
+        for path, child in everywhere.items()
+        for name, parameter in child._parameters.items()
+        if parameter is not None
+    )
+    seen: dict[int, tuple[str, int | None]] = {}
+    for path, child, attribute, parameter in owned:
+        name, block = ".".join(filter(None, (path, attribute))), block_of(path, child)
+        other, other_block = seen.setdefault(id(parameter), (name, block))
+        if block != other_block:
+            shared = "two blocks share" if None not in (block, other_block) else "a block shares with a module outside"
+            raise ConfigError(
+                f"zero_stage=1: {other!r} and {name!r} are one parameter (tied weights), which {shared}; each block is "
+                "sharded over the data ranks by itself, so that they would come apart. Valid values: zero_stage=0, or "
+                "give each its own parameter"
+            )
 
 
 def _common_ancestor(paths: Sequence[str]) -> str:

@@ -214,8 +214,8 @@ def checkpoint_to_resume(path: str | os.PathLike[str]) -> tuple[Path | None, Pat
     Raises:
         ConfigError: nothing there that can be resumed; what it is instead is named.
     """
-    from lightning_megapar.checkpoint import CheckpointError, is_sharded_checkpoint, read_manifest
-    from lightning_megapar.checkpoint.reader import what_is
+    from lightning_megapar.checkpoint import CheckpointError, read_manifest
+    from lightning_megapar.checkpoint.reader import newest_checkpoint, what_is
     from lightning_megapar.hydra_app.run_directory import CHECKPOINTS, CLAIM
 
     given = Path(os.path.abspath(path))
@@ -228,15 +228,8 @@ def checkpoint_to_resume(path: str | os.PathLike[str]) -> tuple[Path | None, Pat
             ) from error
         owner = given.parent.parent
         return (owner if (owner / CLAIM).is_file() else None), given, step
-    found = []
     folder = given / CHECKPOINTS
-    for candidate in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if is_sharded_checkpoint(candidate):
-            try:
-                found.append((read_manifest(candidate).step, candidate.name == "last.ckpt", candidate))
-            except CheckpointError:
-                continue  # damaged: an older one is better than none
-    if not found:
+    found = newest_checkpoint(folder)
+    if found is None:
         raise ConfigError(f"resume={str(path)!r} is a run without a checkpoint yet ({folder} holds none)")
-    step, _, newest = max(found)
-    return given, newest, step
+    return given, *found

@@ -84,9 +84,11 @@ class Ledger:
         if not self.recording:
             named = ", ".join(s.describe() for s in sources[:3])
             raise StageError(
-                f"this step needs {named} on a later pipeline stage; the first step of its kind did not, so that it "
-                "does not travel there. A step must use the same values every time (or keep the module on every "
-                f"stage: pipeline_keep={{{sources[0].unit!r}: 'all'}})"
+                f"this call of the step needs {named} on a later pipeline stage. The rehearsal before the first step "
+                "of its kind did not, so that it does not travel there: the step differs from call to call (by what it "
+                "counts, by batch_idx, by its data, by random numbers), and it is called once per microbatch. Use the "
+                "same results in every call (weigh by zero what is not wanted), or keep the module on every stage: "
+                f"pipeline_keep={{{sources[0].unit!r}: 'all'}}"
             )
         self.needs.update(sources)
 

@@ -52,6 +52,15 @@ def called_too_late(name: str, stage: int) -> str:
 
 def modified(name: str) -> str:
     return (
-        f"what {name!r} returned was modified in place before it could travel to the next pipeline stage; the first "
-        "step did not do that. Use an out-of-place operation there"
+        f"what {name!r} returned was modified in place before it could travel to the next pipeline stage; the "
+        "rehearsal before the first step did not do that. Use an out-of-place operation there"
+    )
+
+
+def differs(step: str, error: object) -> str:
+    return (
+        f"{step} does not do the same each time that it is called: it was rehearsed on this very microbatch, with the "
+        f"same random numbers, and called again it differs. Now: {error}. What decided lies outside of the module, "
+        "whose own attributes were put back after the rehearsal: a count of calls in a closure or a global, an "
+        "iterator, the time"
     )

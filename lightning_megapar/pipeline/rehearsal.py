@@ -253,6 +253,7 @@ def endless(cut: StageCut) -> str:
     """The message when the needs of a step do not settle."""
     needed = ", ".join(sorted(s.describe() for s, _ in cut.known)[:5])
     return (
-        f"after {ROUNDS} rehearsals a stage still needs more from earlier ones ({needed}, ...); "
-        "use pipeline_parallel_size=1 for this module"
+        f"after {ROUNDS} rehearsals on one microbatch a stage still needs more from earlier ones ({needed}, ...): the "
+        "step differs from call to call (by what it counts), or needs what is found one "
+        "by one. Use the same results in every call, or pipeline_parallel_size=1 for this module"
     )

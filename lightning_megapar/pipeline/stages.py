@@ -110,9 +110,11 @@ def find_stack(module: nn.Module, name: str | None = None) -> tuple[str, nn.Modu
     owners = {path.rpartition(".")[0] for path in best}
     # Lists side by side in one module may run together, item by item.
     if len(best) > 1 and (len(owners) > 1 or len({len(stack) for stack in stacks}) > 1):
+        number = "two" if len(best) == 2 else str(len(best))
         raise ConfigError(
-            f"two stacks of blocks are equally large ({count(stacks[0]):,} parameters): {best[0]!r} and {best[1]!r}. "
-            f"Say which one to cut: pipeline_blocks={best[0]!r} or pipeline_blocks={best[1]!r}"
+            f"{number} stacks of blocks are equally large ({count(stacks[0]):,} parameters): "
+            f"{' and '.join(map(repr, best))}. Say which one to cut: "
+            f"{' or '.join(f'pipeline_blocks={path!r}' for path in best)}"
         )
     return best[0], stacks[0]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,14 @@ class PlanChoice:
         assignments: of the whole module.
         notes: what was tried and stays whole, and why, for the terminal.
         plan: the rules that they follow from.
+        alike: name of each module or parameter that is assigned something -> the pattern of all that are like it,
+            seen on the whole module.
     """
 
     assignments: list[Assignment] = field(default_factory=list)
     notes: tuple[str, ...] = ()
     plan: ShardingPlan = field(default_factory=ShardingPlan)
+    alike: Mapping[str, str] = field(default_factory=dict)
 
 
 def choose_plan(
@@ -98,6 +102,22 @@ def choose_plan(
     """
     if size == 1:
         return PlanChoice()
+    choice = _first_hit(module, setting, size, runs, alone, share, is_first, pricing, patience)
+    star = BlockNames(dict(module.named_modules())).star
+    return replace(choice, alike={one.name: star(one.name) for one in choice.assignments})
+
+
+def _first_hit(
+    module: nn.Module,
+    setting: Any,
+    size: int,
+    runs: Callable[[nn.Module], Sequence[Run] | str],
+    alone: Callable[[nn.Module, bool], nn.Module],
+    share: Callable[[Any], Any],
+    is_first: bool,
+    pricing: Pricing | None,
+    patience: float,
+) -> PlanChoice:
     plan = given_plan(setting)
     own = getattr(module, "sharding_plan", None)
     if plan is None and callable(own):
@@ -184,15 +204,69 @@ def _choose(
 
 
 @dataclass(frozen=True)
+class StagePart:
+    """What one pipeline stage holds of a plan; small and plain, so that it travels to the rank that prints.
+
+    Args:
+        sizes: canonical name of each parameter -> elements of the whole of it.
+        cut: canonical names of those that the tensor ranks hold in pieces.
+        rows: number of an assignment whose module is here -> canonical names of the parameters that it cuts.
+    """
+
+    sizes: Mapping[str, int]
+    cut: frozenset[str]
+    rows: Mapping[int, tuple[str, ...]]
+
+
+def stage_part(
+    module: nn.Module, assignments: Sequence[Assignment], canonical: Mapping[str, str] | None = None
+) -> StagePart:
+    """What this rank's stage holds.
+
+    Args:
+        module: after it was sharded.
+        assignments: what was asked for, of the whole module.
+        canonical: name -> canonical name (tied parameters may lie on different stages); ``None``: each its own.
+    """
+    held = dict(module.named_modules())
+    first: dict[int, str] = {}
+    sizes: dict[str, int] = {}
+    cut: dict[str, str] = {}
+    loose: set[str] = set()
+    for path, child in held.items():
+        shards = own_shards(child)
+        for name, parameter in child._parameters.items():
+            if parameter is None:
+                continue
+            full = ".".join(filter(None, (path, name)))
+            key = (canonical or {}).get(full) or first.setdefault(id(parameter), full)
+            if key in sizes:
+                continue
+            sizes[key] = prod(shards[name].shape) if name in shards else parameter.numel()
+            if name in shards:
+                cut[full] = key
+            elif isinstance(child, ParallelLayer):
+                loose.add(key)
+    rows = {}
+    for number, one in enumerate(assignments):
+        child = held.get(one.path)
+        if child is not None and isinstance(child, one.kind):
+            own = [one.name] if one.parameter else [f"{one.path}.{name}" for name in child._parameters]
+            rows[number] = tuple(cut[name] for name in own if name in cut)
+    return StagePart(sizes, frozenset(cut.values()) | loose, rows)
+
+
+@dataclass(frozen=True)
 class PlanRow:
     """A line of the table: modules that are alike in all blocks.
 
     Args:
         module: dotted name with ``*`` for numbers.
-        count: how many of them this rank holds.
+        count: how many of them there are, over all stages.
         style: what is done.
         why: where that comes from.
-        share: of the parameters of the whole module, held in pieces here.
+        share: of the parameters of the whole module, that is in pieces here.
+        stages: pipeline stages that hold them.
     """
 
     module: str
@@ -200,68 +274,63 @@ class PlanRow:
     style: str
     why: str
     share: float
+    stages: tuple[int, ...] = ()
 
 
-def plan_rows(module: nn.Module, assignments: list[Assignment]) -> list[PlanRow]:
-    """The plan of what this rank holds, and a last row for what stays whole.
+def plan_rows(choice: PlanChoice, parts: Sequence[StagePart]) -> list[PlanRow]:
+    """The plan of the whole module, and a last row for what stays whole.
 
     Args:
-        module: after it was sharded.
-        assignments: what was asked for.
+        choice: what was asked for.
+        parts: of every pipeline stage, in order.
     """
-    held = dict(module.named_modules())
-    sizes: dict[str, int] = {}
-    seen: set[int] = set()
-    total = cut = 0
-    for path, child in held.items():
-        shards = own_shards(child)
-        for name, parameter in child._parameters.items():
-            if parameter is None or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            if name in shards:
-                numel = 1
-                for length in shards[name].shape:
-                    numel *= length
-                cut += numel
-                sizes[".".join(filter(None, (path, name)))] = numel
-            else:
-                numel = parameter.numel()
-                if isinstance(child, ParallelLayer):
-                    cut += numel
-            total += numel
-    star = BlockNames(held).star
-    rows: dict[tuple[str, str], list[Assignment]] = {}
-    for one in assignments:
-        if isinstance(held.get(one.path), one.kind):
-            rows.setdefault((star(one.name), str(one.style)), []).append(one)
+    sizes = {name: size for part in parts for name, size in part.sizes.items()}
+    total = sum(sizes.values()) or 1
+    in_pieces = sum(sizes[name] for name in frozenset().union(*(part.cut for part in parts)))
+    rows: dict[tuple[str, str], list[int]] = {}
+    for number, one in enumerate(choice.assignments):
+        if any(number in part.rows for part in parts):
+            rows.setdefault((choice.alike.get(one.name, one.name), str(one.style)), []).append(number)
     table = []
+    counted: set[str] = set()
     for (name, style), same in rows.items():
-        numel = sum(
-            sizes.get(one.name, 0)
-            if one.parameter
-            else sum(sizes.get(f"{one.path}.{n}", 0) for n in held[one.path]._parameters)
-            for one in same
-        )
-        table.append(PlanRow(name, len(same), style, same[0].why, numel / total if total else 0.0))
-    table.append(PlanRow("(whole on every rank)", 0, "replicate", "nothing cuts it", 1 - cut / total if total else 0.0))
+        cut = {key for part in parts for number in same for key in part.rows.get(number, ())} - counted
+        counted |= cut
+        stages = tuple(stage for stage, part in enumerate(parts) if any(number in part.rows for number in same))
+        share = sum(sizes[key] for key in cut) / total
+        table.append(PlanRow(name, len(same), style, choice.assignments[same[0]].why, share, stages))
+    table.append(PlanRow("(whole on every rank)", 0, "replicate", "nothing cuts it", 1 - in_pieces / total))
     return table
 
 
-def print_plan(module: nn.Module, choice: PlanChoice) -> None:
-    """The plan as a table on the terminal, and what stays whole with the reason."""
+def print_plan(choice: PlanChoice, parts: Sequence[StagePart]) -> None:
+    """The plan of all stages as a table on the terminal, and what stays whole with the reason."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title="sharding over the tensor ranks")
     for heading, justify in (("module", "left"), ("number", "right"), ("style", "left"), ("why", "left")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    if len(parts) > 1:
+        table.add_column("stage")
     table.add_column("parameters", justify="right")
-    for row in plan_rows(module, choice.assignments):
-        table.add_row(row.module, str(row.count or ""), row.style, row.why, f"{row.share:.1%}")
+    for row in plan_rows(choice, parts):
+        stages = [_ranges(row.stages)] if len(parts) > 1 else []
+        table.add_row(row.module, str(row.count or ""), row.style, row.why, *stages, f"{row.share:.1%}")
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)  # names must not be cut in a log
     console.print(table)
     for note in choice.notes:
         console.print(f"sharding: {note}", markup=False, highlight=False)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``(0, 1, 2, 5)`` as ``0-2, 5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)

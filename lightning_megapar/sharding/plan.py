@@ -72,6 +72,14 @@ _MODULE_STYLES = {  # of modules and parameters
     "replicated_with_grad_allreduce",
 }
 _PARAMETER_STYLES = {"split", "grouped_gemm"}  # of a parameter alone
+_CALLED = {  # what they do happens when the module is called
+    "all_reduce",
+    "entered_output",
+    "ep_dispatch_experts",
+    "local_arguments",
+    "moe_identity_expert",
+    "moe_tp_experts",
+}
 
 
 BESIDE_OTHERS = ("local_attributes", "local_arguments")
@@ -324,7 +332,7 @@ def resolve(plan: ShardingPlan, module: nn.Module, *, strict: bool) -> list[Assi
     if lost and strict:
         raise ConfigError("\n".join(_matches_nothing(pattern, names) for pattern in lost))
     for one in found:
-        _check(one, module)
+        _check(one, module, strict)
     return found
 
 
@@ -338,7 +346,7 @@ def _matches_nothing(pattern: str, names: Iterable[str]) -> str:
     return f"sharding_plan: the pattern {pattern!r} matches no module and no parameter{hint}"
 
 
-def _check(one: Assignment, module: nn.Module) -> None:
+def _check(one: Assignment, module: nn.Module, strict: bool) -> None:
     from lightning_megapar.layers.base import ParallelLayer
     from lightning_megapar.sharding.styles import is_linear
 
@@ -367,7 +375,9 @@ def _check(one: Assignment, module: nn.Module) -> None:
         refuse("a parameter's name")
     if name.startswith("embedding") and not isinstance(child, nn.Embedding):
         refuse("an nn.Embedding")
-    linear = name in ("colwise", "rowwise", "packed_colwise", "packed_rowwise") or name.endswith(
+    if strict and name in _CALLED and type(child).forward is nn.Module.forward:
+        refuse("a module that is called (this one has no forward)")
+    linear = name in ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "mla_kv_a_proj") or name.endswith(
         ("_gather_output", "_split_input", "_scatter_output")
     )
     if linear and not is_linear(child):

@@ -25,6 +25,8 @@ from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.generators import generators_kept
 from lightning_megapar.layers.deferral import Deferral
 from lightning_megapar.mesh import ParallelMesh
+from lightning_megapar.pipeline import explain
+from lightning_megapar.pipeline.away import StageError
 from lightning_megapar.pipeline.chunks import RankCut
 from lightning_megapar.pipeline.rehearsal import Rehearsal
 from lightning_megapar.pipeline.runtime import PipelineRuntime
@@ -130,6 +132,8 @@ class StepperBase:
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._windows = 0
         self._rehearsed: set[str] = set()
+        self._repeated: str | None = None
+        """Name of the step whose next call repeats its rehearsal."""
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     @property
@@ -189,9 +193,14 @@ class StepperBase:
         if self.streams is not None:
             self.streams.begin_microbatch(self.steps, microbatch)
         self._running = True
+        repeated, self._repeated = self._repeated, None
         try:
             with self.forward_context():
                 finished, value = (True, step()) if self.cut is None else self.cut.call(step, received, chunk)
+        except StageError as error:
+            if repeated is None:
+                raise
+            raise StageError(explain.differs(repeated, error)) from error
         finally:
             self._running = False
         return finished, value
@@ -239,6 +248,7 @@ class StepperBase:
                 self.runtime.run(schedule, forward)
 
         rehearsal.run(once)
+        self._repeated = f"{'training' if kind == 'train' else kind}_step"
 
     def _recorder_of(self, chunk: int, recorder: LogRecorder) -> LogRecorder:
         """What a chunk's run of the step logs to: only the one that gets to the loss counts."""

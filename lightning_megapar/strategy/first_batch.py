@@ -48,29 +48,49 @@ def _samples(loader: Any, pieces: int, limit: int | None) -> Any:
     return loader.collate_fn([loader.dataset[index] for index in range(count)])
 
 
-def peek(trainer: Any, pieces: int, limit: int | None = None) -> Any:
-    """A microbatch of the run that is about to start, on the CPU; ``None`` where none can be had without side effects.
+class FirstBatch:
+    """Samples of the run that is about to start, on the CPU.
 
-    Loaders of a hook are made once more (with the random generators kept), as Lightning does when it reloads them.
+    Loaders of a hook (``train_dataloader``) are made once for all looks (with the random generators kept), beside the
+    ones that Lightning makes for the run.
 
     Args:
         trainer: whose run it is.
-        pieces: microbatches of a batch.
-        limit: samples at most.
     """
-    loop, _ = _LOOPS[trainer.state.fn]
-    with generators_kept(), suppress(Exception):
-        source = getattr(trainer, loop)._data_source
-        loaders = source.dataloader() if source.is_module() else source.instance
-        if isinstance(loaders, CombinedLoader):
-            loaders = loaders.iterables
-        if trainer.state.fn != TrainerFn.FITTING and isinstance(loaders, (list, tuple)):
-            loaders = loaders[0]
-        # What a dataset or a list of batches holds itself must not be written into.
-        batch = copied(tree_map(lambda loader: _samples(loader, pieces, limit), loaders, is_leaf=_is_loader))
-        batch = trainer.lightning_module._apply_batch_transfer_handler(batch, device=torch.device("cpu"))
-        return trainer.strategy.precision_plugin.convert_input(split_batch(batch, 1)[0][0])
-    return None
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._loaders: list[Any] = []
+
+    def peek(self, pieces: int, limit: int | None = None) -> Any:
+        """A microbatch; ``None`` where none can be had without side effects.
+
+        Args:
+            pieces: microbatches of a batch.
+            limit: samples at most.
+        """
+        trainer = self._trainer
+        with generators_kept(), suppress(Exception):
+            loaders = self._made_loaders()
+            # What a dataset or a list of batches holds itself must not be written into.
+            batch = copied(tree_map(lambda loader: _samples(loader, pieces, limit), loaders, is_leaf=_is_loader))
+            batch = trainer.lightning_module._apply_batch_transfer_handler(batch, device=torch.device("cpu"))
+            return trainer.strategy.precision_plugin.convert_input(split_batch(batch, 1)[0][0])
+        return None
+
+    def _made_loaders(self) -> Any:
+        if not self._loaders:
+            self._loaders.append(None)  # a hook that failed once is not asked again
+            source = getattr(self._trainer, _LOOPS[self._trainer.state.fn][0])._data_source
+            loaders = source.dataloader() if source.is_module() else source.instance
+            if isinstance(loaders, CombinedLoader):
+                loaders = loaders.iterables
+            if self._trainer.state.fn != TrainerFn.FITTING and isinstance(loaders, (list, tuple)):
+                loaders = loaders[0]
+            self._loaders[0] = loaders
+        if self._loaders[0] is None:
+            raise _CannotPeek
+        return self._loaders[0]
 
 
 def _is_loader(node: Any) -> bool:
@@ -82,12 +102,12 @@ def _is_loader(node: Any) -> bool:
     return True
 
 
-def trial_of(trainer: Any, pieces: int) -> Trial | None:
+def trial_of(trainer: Any, first: FirstBatch, pieces: int) -> Trial | None:
     """What runs one step of the coming run on a module (the user's, or a copy of it on the meta device).
 
     ``None`` when there is no batch to run it on. Logging does nothing meanwhile.
     """
-    batch = peek(trainer, pieces)
+    batch = first.peek(pieces)
     if batch is None:
         return None
     _, name = _LOOPS[trainer.state.fn]

@@ -7,13 +7,14 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_megapar.checkpoint.hugging_face.reading import LoadFrom, check_load_from
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.launch import returns_to_caller
-from lightning_megapar.sharding.choice import given_plan, print_plan
+from lightning_megapar.sharding.choice import given_plan, print_plan, stage_part
 from lightning_megapar.sharding.chooser.alone import runs_of_step
 from lightning_megapar.sharding.chooser.choose import PATIENCE
 from lightning_megapar.sharding.chooser.pricing import given_cluster
@@ -23,7 +24,7 @@ from lightning_megapar.step.stage_metrics import connect_metrics
 from lightning_megapar.step.stepper import Stepper
 from lightning_megapar.strategy.averaging import average_shares, averaging_callbacks, defer_copies
 from lightning_megapar.strategy.carried_optimizers import OriginalParameters, carry_over
-from lightning_megapar.strategy.first_batch import peek, step_name, trial_of
+from lightning_megapar.strategy.first_batch import FirstBatch, step_name, trial_of
 from lightning_megapar.strategy.limits import (
     optimizers_may_be_empty,
     refuse_callbacks,
@@ -183,6 +184,7 @@ class MegaParStrategy(StepStrategy):
         if earlier is None:
             self._originals = OriginalParameters(module)
             self._whole = WholeModule(module) if returns_to_caller() and self.is_global_zero else None
+            first = FirstBatch(trainer)
             self._prepared = prepare_module(
                 module,
                 self.mesh,
@@ -191,18 +193,17 @@ class MegaParStrategy(StepStrategy):
                 seed=self.seed,
                 keep=self.pipeline_keep,
                 convert=self.precision_plugin.convert_module,
-                runs=lambda whole: self._trial_runs(trainer),
+                runs=lambda whole: self._trial_runs(trainer, first),
                 load_from=self.load_from,
                 load_except=self.load_except,
-                trial=trial_of(trainer, self.num_microbatches) if self.layout.pipeline > 1 else None,
+                trial=trial_of(trainer, first, self.num_microbatches) if self.layout.pipeline > 1 else None,
                 # The other ranks wait for the choice in a collective.
                 patience=min(PATIENCE, self._timeout.total_seconds() / 3),
                 dtype=_product_dtype(str(getattr(self.precision_plugin, "precision", "32-true"))),
             )
             object.__setattr__(module, "_megapar_prepared", self._prepared)
             self._print_stages()
-            if (self.prepared.choice.assignments or self.prepared.choice.notes) and self.is_global_zero:
-                print_plan(module, self.prepared.choice)
+            self._print_plan(module)
         elif earlier.layout != self.layout:
             raise ConfigError(
                 f"the module was already cut for {earlier.layout.describe()}; this trainer asks for "
@@ -236,13 +237,13 @@ class MegaParStrategy(StepStrategy):
             refuse_optimizers(self.optimizers, self.prepared)
         self.setup_precision_plugin()
 
-    def _trial_runs(self, trainer: Any) -> list[Run] | str:
+    def _trial_runs(self, trainer: Any, first: FirstBatch) -> list[Run] | str:
         """The module's own step on a few samples of the run's data, or why there is none."""
         assert self.lightning_module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and not self.lightning_module.automatic_optimization:
             return "its step optimizes by itself and cannot be tried"
-        rows = peek(trainer, 1, limit=TRIAL_SAMPLES)
+        rows = first.peek(1, limit=TRIAL_SAMPLES)
         if rows is None:
             return "no samples could be taken beside the loader's own iteration"
         return runs_of_step(step_name(trainer), rows)
@@ -274,6 +275,19 @@ class MegaParStrategy(StepStrategy):
         for row in plan.rows():
             table.add_row(*row)
         Console().print(table)
+
+    def _print_plan(self, module: Any) -> None:
+        """What is sharded how on all stages; collective over the stages."""
+        choice = self.prepared.choice
+        if not choice.assignments and not choice.notes:
+            return
+        part = stage_part(module, choice.assignments, self.prepared.names.canonical)
+        parts: list[Any] = [part]
+        if self.layout.pipeline > 1:
+            parts *= self.layout.pipeline
+            dist.all_gather_object(parts, part, group=self.mesh.group("pipeline"))
+        if self.is_global_zero:
+            print_plan(choice, parts)
 
     def model_to_device(self) -> None:
         assert self.model is not None

@@ -171,6 +171,45 @@ def test_other_paths_are_refused(trained: Any, tmp_path: Path, capsys: Any) -> N
     assert os.listdir(tmp_path) == ["damaged.ckpt"]
 
 
+def test_of_a_run_directory_the_newest_checkpoint_is_taken(trained: Any, tmp_path: Path, capsys: Any) -> None:
+    directory, _, _ = trained
+    run = tmp_path / "run"
+    saved = run / "checkpoints"
+    saved.mkdir(parents=True)
+    assert _main(run, tmp_path / "out.pt") == 2
+    assert f"{run} is a run directory without a sharded checkpoint ({saved} holds none)" in capsys.readouterr().err
+    shutil.copyfile(directory / "plain.ckpt", saved / "plain.ckpt")
+    assert _main(run, tmp_path / "out.pt") == 2
+    assert "(plain.ckpt: it is a single file (torch.save)" in capsys.readouterr().err
+    tensors = {"model.first.bias": torch.ones(2)}
+    for step, name in ((3, "step_3.ckpt"), (9, "step_9.ckpt"), (12, "damaged.ckpt")):
+        save_sharded(saved / name, tensors, {}, step=step)
+    (saved / "damaged.ckpt" / "manifest.json").write_text("{}")
+    assert _main(run, tmp_path / "out.pt", "--model-only") == 0
+    heard = capsys.readouterr()
+    assert f"{run} is a run directory; its newest checkpoint is step_9.ckpt" in heard.err and "step 9" in heard.out
+
+
+@pytest.mark.parametrize(("config", "said"), [(False, "does not hold the model's configuration"), (True, "no tensor")])
+def test_a_module_without_a_transformers_model_is_no_hugging_face_directory(
+    trained: Any, tmp_path: Path, capsys: Any, config: bool, said: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    more: list[Any] = ["--hugging-face"]
+    if config:
+        transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8).save_pretrained(tmp_path / "config")
+        more += ["--config", tmp_path / "config"]
+    assert _main(trained[0] / "last.ckpt", tmp_path / "out", *more) == 2
+    heard = capsys.readouterr().err
+    assert "Traceback" not in heard and said in heard and not (tmp_path / "out").exists()
+    if config:
+        assert (
+            "the state holds no GPT2LMHeadModel under 'model': there is no tensor 'model.transformer.wte.weight'"
+            in (heard)
+        )
+        assert "Its first names are first, norm, second" in heard
+
+
 # -- from the strategy itself ----------------------------------------------------------------------------------------
 
 

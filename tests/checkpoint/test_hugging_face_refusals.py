@@ -192,3 +192,27 @@ def test_a_file_that_ends_early_on_one_rank_is_every_rank_s_error(pool: RankPool
     said = pool.run(cases.fill_with_one_truncated_file, 2, config, str(tmp_path / "in"))
     assert said[0] == said[1]
     assert "failed on rank 1:" in said[0] and "model.safetensors is truncated: it ends within tensor" in said[0]
+
+
+def test_models_that_are_not_there_are_named() -> None:
+    import transformers
+    from torch import nn
+
+    from lightning_megapar.checkpoint.hugging_face.saving import find_blueprint
+    from lightning_megapar.sharding.blueprint import record_blueprints
+
+    def find(module: nn.Module, name: str | None) -> str:
+        with pytest.raises(ConfigError) as refused:
+            find_blueprint(record_blueprints(module), name)
+        return str(refused.value)
+
+    plain = nn.ModuleDict({"net": nn.Linear(2, 2)})
+    assert find(plain, None).startswith("nothing in the module is a transformers model (a PreTrainedModel)")
+    assert find(plain, "net").startswith("module='net': nothing in the module is a transformers model")
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8)
+    with torch.device("meta"):
+        two = nn.ModuleDict({name: transformers.GPT2LMHeadModel(config) for name in ("student", "teacher")})
+    assert "the module holds 2 transformers models: name one of them by module=: 'student', 'teacher'" in find(
+        two, None
+    )
+    assert "there are 2: ['student', 'teacher']; did you mean 'student'?" in find(two, "studant")

@@ -8,9 +8,12 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+
+from lightning_megapar.config import ConfigError
 
 pytest.importorskip("transformers")
 
@@ -107,7 +110,10 @@ def test_help_names_options_that_exist() -> None:
             "unknown setting 'model.hidden_sze' (command line); did you mean 'model.hidden_size'?",
         ),
         (["modelpath=x"], "unknown setting 'modelpath' (command line); did you mean 'model_path'?"),
-        (["model_path=nowhere"], "model_path=nowhere is not a Hugging Face model directory"),
+        (
+            ["model_path=brokn"],
+            "model_path=brokn is not a Hugging Face model directory: it does not exist; did you mean 'broken'?",
+        ),
         (["model_path=broken"], "load_from: "),
         (["model_path=broken", "model.hidden_size=8"], "model.hidden_size=8 changes the small random model, but"),
         (["model.num_hidden_layers=1"], "pipeline_parallel_size"),
@@ -141,3 +147,26 @@ def test_refusals_before_any_rank(
     assert "Traceback" not in message and message.startswith("error: ")
     assert said in message
     assert not (typed / "runs").exists() or not any((typed / "runs").iterdir())
+
+
+def test_paths_that_are_no_models(typed: Path) -> None:
+    import transformers
+
+    recipe = runpy.run_path(str(RECIPE), run_name="finetune_recipe")
+    transformers.ViTConfig().save_pretrained(typed / "vision")
+    (typed / "empty").mkdir()
+    for path, said in {
+        "vison": "it does not exist; did you mean 'vision'?",
+        "some-org/some-model": "it does not exist (a model of a hub is downloaded first: hf download",
+        "vision/config.json": "it is a file; did you mean 'vision'?",
+        ".": "it has no config.json (it holds empty, vision); did you mean 'vision'?",
+        "empty": "it has no config.json (it holds nothing)",
+    }.items():
+        with pytest.raises(ConfigError) as refused:
+            recipe["refuse_no_model"](path)
+        assert str(refused.value).startswith(f"model_path={path} is not a Hugging Face model directory: ")
+        assert said in str(refused.value)
+    recipe["refuse_no_model"]("vision")
+    module = SimpleNamespace(config=transformers.AutoConfig.from_pretrained("vision"))
+    with pytest.raises(ConfigError, match=r"model_path=vision is a 'vit' model, of which transformers has no causal"):
+        recipe["check"](SimpleNamespace(model_path="vision"), module, None)

@@ -50,6 +50,9 @@ def test_two_stacks_of_one_size() -> None:
     message = str(error.value)
     assert "'left.layers' and 'right.layers'" in message and "pipeline_blocks='left.layers'" in message
     assert plan_stages(module, 2, stack="right.layers").stack == "right.layers"
+    module.add_module("third", holder(layers=nn.ModuleList(linears(4))))
+    with pytest.raises(ConfigError, match=r"3 stacks of blocks .*'right.layers' and 'third.layers'.*='third.layers'"):
+        find_stack(module)
 
 
 def test_wrong_name() -> None:

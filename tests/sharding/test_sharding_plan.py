@@ -11,8 +11,9 @@ from torch import nn
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.sharding.by_plan import apply_assignments
-from lightning_megapar.sharding.choice import choose_plan, given_plan, plan_rows
+from lightning_megapar.sharding.choice import PlanChoice, choose_plan, given_plan, plan_rows, print_plan, stage_part
 from lightning_megapar.sharding.chooser.trial import TrialRanks, _Meeting, try_assignments
+from lightning_megapar.sharding.names import starred
 from lightning_megapar.sharding.plan import ShardingPlan, Style, resolve
 from lightning_megapar.sharding.transformers_plan import transformers_plan
 from lightning_megapar.shards import own_shards
@@ -95,6 +96,26 @@ def test_the_longest_pattern_counts_and_stars_are_one_part() -> None:
 def test_refused_by_name(plan: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         apply(Attention(), plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ({"norm": "colwise"}, r"sharding_plan\['norm'\] = 'colwise': norm is a LayerNorm; colwise needs an nn.Linear"),
+        ({"table": "rowwise"}, r"table is a Embedding; rowwise needs an nn.Linear"),
+        ({"norm": "mla_kv_a_proj:features=2"}, r"norm is a LayerNorm; mla_kv_a_proj needs an nn.Linear"),
+        ({"table": "split:dim=0"}, r"table is a Embedding; split needs a parameter's name"),
+        ({"blocks": "all_reduce"}, r"blocks is a ModuleList; all_reduce needs a module that is called"),
+        (
+            {"blocks": "local_arguments:heads=4"},
+            r"blocks is a ModuleList; local_arguments needs a module that is called",
+        ),
+    ],
+)
+def test_styles_of_other_modules_are_refused(plan: dict[str, str], says: str) -> None:
+    module = nn.ModuleDict({"norm": nn.LayerNorm(8), "table": nn.Embedding(8, 8), "blocks": nn.ModuleList()})
+    with pytest.raises(ConfigError, match=says):
+        resolve(ShardingPlan.from_mapping(plan), module, strict=True)
 
 
 def test_refused_as_a_setting(tmp_path: Path) -> None:
@@ -207,11 +228,50 @@ def test_transformers_plans_are_read_off_the_module() -> None:
     assert plan.to_mapping()["net.model.layers.*.self_attn.o_proj"] == "rowwise"
     assignments = resolve(plan, module, strict=False)
     apply_assignments(module, assignments, ranks())
-    rows = {row.module: row for row in plan_rows(module, assignments)}
+    alike = {one.name: starred(one.name) for one in assignments}
+    rows = {
+        row.module: row for row in plan_rows(PlanChoice(assignments, alike=alike), [stage_part(module, assignments)])
+    }
     assert rows["net.model.layers.*.mlp.up_proj"].count == 2
     assert rows["(whole on every rank)"].share < 0.1
     assert abs(sum(row.share for row in rows.values()) - 1) < 1e-9
     assert own_shards(module["net"].lm_head)["weight"].dim == 0
+
+
+def test_the_table_speaks_of_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    """A tied head on the last stage counts once; alike blocks of several stages share a row."""
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.blocks = nn.Embedding(8, 8), nn.ModuleList([Attention(), Attention(), Attention()])
+            self.head = nn.Linear(8, 8, bias=False)
+            self.head.weight = self.table.weight
+
+    tied = {"table": "embedding_rowwise", "head": "colwise_gather_output"}
+    plan = {**tied, "q_proj": "colwise", "blocks.*.o_proj": "rowwise"}
+    never = lambda *_: pytest.fail("the chooser was asked")  # noqa: E731
+    choice = choose_plan(Whole(), plan, 2, runs=never, alone=never, share=lambda x: x, is_first=True)
+    parts = []
+    for gone in (["blocks.2", "head"], ["table", "blocks.0", "blocks.1"]):
+        stage: Any = Whole()
+        for path in gone:
+            owner, _, name = path.rpartition(".")
+            setattr(stage.get_submodule(owner), name, nn.Identity())
+        apply_assignments(stage, choice.assignments, ranks())
+        parts.append(stage_part(stage, choice.assignments, {"head.weight": "table.weight"}))
+    rows = {row.module: row for row in plan_rows(choice, parts)}
+    assert {name: (row.count, row.stages) for name, row in rows.items() if row.count} == {
+        "table": (1, (0,)), "head": (1, (1,)), "blocks.*.q_proj": (3, (0, 1)), "blocks.*.o_proj": (3, (0, 1)),
+    }  # fmt: skip
+    total = sum(p.numel() for p in Whole().parameters())
+    assert rows["blocks.*.q_proj"].share == 3 * 72 / total and rows["table"].share == 64 / total
+    assert rows["head"].share == 0 and abs(sum(row.share for row in rows.values()) - 1) < 1e-9
+    print_plan(choice, parts)
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert ["blocks.*.q_proj", "3", "colwise", "sharding_plan", "0-1"] in [
+        [cell.strip() for cell in line[1:6]] for line in lines
+    ]
 
 
 def test_options_are_numbers_where_they_must_be() -> None:

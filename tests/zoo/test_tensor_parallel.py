@@ -13,7 +13,7 @@ from zoo import architectures as zoo
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.sharding.by_plan import apply_assignments
-from lightning_megapar.sharding.choice import choose_plan, plan_rows
+from lightning_megapar.sharding.choice import PlanChoice, choose_plan, plan_rows, stage_part
 from lightning_megapar.sharding.chooser.choose import Choice, choose
 from lightning_megapar.sharding.chooser.trial import TrialRanks, _Meeting, try_assignments
 from lightning_megapar.sharding.plan import ShardingPlan, resolve
@@ -38,7 +38,7 @@ def share_cut(model: nn.Module, plan: ShardingPlan, size: int = 2) -> float:
     twin = copy.deepcopy(model)
     assignments = resolve(plan, twin, strict=False)
     apply_assignments(twin, assignments, TrialRanks(_Meeting(size), 0))
-    return 1 - plan_rows(twin, assignments)[-1].share
+    return 1 - plan_rows(PlanChoice(assignments), [stage_part(twin, assignments)])[-1].share
 
 
 SLOW = {"zamba2"}

@@ -27,7 +27,7 @@ from lightning_megapar.checkpoint.full import gather_full_state_dict
 from lightning_megapar.checkpoint.hugging_face.names import Conversion, loading_rules, names_for_writing
 from lightning_megapar.checkpoint.hugging_face.weight_files import INDEX, SINGLE
 from lightning_megapar.checkpoint.ranks import OneRank, Ranks, ranks_of
-from lightning_megapar.config import ConfigError
+from lightning_megapar.config import ConfigError, nearest_name
 from lightning_megapar.sharding.blueprint import Blueprint, blueprint_at
 from lightning_megapar.shards import Value, is_value
 
@@ -177,6 +177,12 @@ def save_hugging_face_state(
     for name, tensor in _state(model).items():
         names.setdefault(id(tensor), []).append(f"{prefix}.{name}" if prefix else name)
     held = {name: next((n for n in tied if n in state), name) for tied in names.values() for name in tied}
+    if not any(name in state for name in held.values()):
+        first = sorted({name.partition(".")[0] for name in state})
+        raise ConfigError(
+            f"the state holds no {type(model).__name__} under {prefix!r}: there is no tensor {next(iter(held))!r}. "
+            f"Its first names are {', '.join(first[:6])}; name the attribute that holds the model"
+        )
     return save_hugging_face(
         directory,
         Blueprint(prefix, model),
@@ -199,8 +205,20 @@ def find_blueprint(blueprints: Sequence[Blueprint], module: str | None) -> Bluep
     found = None if module is None else blueprint_at(blueprints, module)
     if found is None:
         known = sorted(blueprint.path for blueprint in blueprints)
-        asked = "the module holds" if module is None else f"module={module!r} is no transformers model; there are"
-        raise ConfigError(f"{asked} {len(known)} transformers models: {known}")
+        if not known:
+            asked = "" if module is None else f"module={module!r}: "
+            raise ConfigError(
+                f"{asked}nothing in the module is a transformers model (a PreTrainedModel), and only those are written "
+                "as Hugging Face directories; trainer.save_checkpoint() and full_state_dict() keep any module"
+            )
+        if module is None:
+            names = ", ".join(map(repr, known))
+            raise ConfigError(
+                f"the module holds {len(known)} transformers models: name one of them by module=: {names}"
+            )
+        near = nearest_name(module, known)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise ConfigError(f"module={module!r} is no transformers model; there are {len(known)}: {known}{hint}")
     return found
 
 

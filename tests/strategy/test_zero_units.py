@@ -1,0 +1,67 @@
+"""What zero_stage=1 shards together, and the ties that it cannot keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_megapar.config import ConfigError
+from lightning_megapar.data_parallel.zero import units_of
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.blocks: Any = nn.ModuleList([nn.ModuleDict({"mlp": nn.Linear(4, 4)}) for _ in range(3)])
+
+    def units(self) -> list[nn.Module]:
+        return units_of(self, list(dict.fromkeys(self.blocks)))
+
+
+def tie_two_blocks(body: Any) -> None:
+    body.blocks[2].mlp.weight = body.blocks[0].mlp.weight
+
+
+def share_a_module(body: Any) -> None:
+    body.blocks[2].mlp = body.blocks[0].mlp
+
+
+def tie_to_the_input(body: Any) -> None:
+    body.blocks[1].mlp.bias = body.inp.bias
+
+
+def tie_to_the_root(body: Any) -> None:
+    body.scale = nn.Parameter(body.blocks[1].mlp.bias.detach().clone())
+    body.blocks[1].mlp.bias = body.scale
+
+
+@pytest.mark.parametrize(
+    ("tie", "says"),
+    [
+        (tie_two_blocks, r"'blocks.0.mlp.weight' and 'blocks.2.mlp.weight' are one parameter.*which two blocks share"),
+        (share_a_module, r"'blocks.0.mlp.weight' and 'blocks.2.mlp.weight' are one parameter.*which two blocks share"),
+        (tie_to_the_input, r"'inp.bias' and 'blocks.1.mlp.bias' are one.*a block shares with a module outside"),
+        (tie_to_the_root, r"'scale' and 'blocks.1.mlp.bias' are one.*a block shares with a module outside"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_parameters_tied_to_a_block_are_refused(tie: Any, says: str) -> None:
+    body = Body()
+    tie(body)
+    with pytest.raises(ConfigError, match=rf"zero_stage=1: {says}.*Valid values: zero_stage=0, or give each its own"):
+        body.units()
+
+
+def test_other_ties_are_kept() -> None:
+    body = Body()
+    body.head.weight = body.inp.weight  # beside the stack: one unit around both
+    assert body.units() == [*body.blocks, body]
+    body = Body()
+    body.blocks[2] = body.blocks[0]  # a whole block in two places
+    assert body.units() == [body.blocks[0], body.blocks[1], body.inp, body.head]
+    body = Body()
+    body.alias = body.blocks[1].mlp  # another name of a part of a block
+    assert body.units() == [*body.blocks, body.inp, body.head]

@@ -1,0 +1,3 @@
+"""Imports what nobody has."""
+
+import no_such_library  # noqa: F401
