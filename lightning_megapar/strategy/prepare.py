@@ -113,7 +113,9 @@ def prepare_module(
         config.sharding_plan,
         mesh.size("tensor"),
         runs=runs,
-        alone=lambda whole, shorten: stand_alone(whole, _stack_of(whole) if shorten else None),
+        alone=lambda whole, shorten, planned: stand_alone(
+            whole, _stack_of(whole) if shorten else None, {one.name: str(one.style) for one in planned}
+        ),
         share=_from_rank_zero,
         is_first=mesh.rank == 0,
         pricing=_pricing(config, mesh, dtype),
