@@ -93,7 +93,8 @@ def judge(module: nn.Module, plan: ShardingPlan, size: int, runs: Sequence[Run],
             verdict = bench.verdict(plan, batch, sum_partial=False)
             if not verdict.exact(bench.tolerance):
                 return _refused(bench, plan, batch, verdict, end)
-        shown = ", ".join(dict.fromkeys(missing))
+        star = BlockNames(dict(bench.module.named_modules())).star
+        shown = ", ".join(dict.fromkeys(map(star, missing)))
         notes.append(
             f"the gradients of {shown} differ between tensor ranks: they are used inside a sharded region, and are "
             "summed over the ranks; say so in the plan: style replicated_with_grad_allreduce"
