@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import gcd
 
 import torch
 from torch import Tensor
 
-from lightning_megapar.config import ConfigError
+from lightning_megapar.config import ConfigError, divisors, nearest
 
 Run = tuple[int, int]
 """Start and length of a stretch of indices."""
@@ -110,6 +111,48 @@ class IndexRuns:
                 runs.append((start + low, high - low))
             ranks.append(_merged(runs))
         return cls(sum(parts), tuple(ranks))
+
+
+def deal_out(parts: Sequence[int], size: int, unit: int = 1, what: str = "indices") -> IndexRuns:
+    """:meth:`IndexRuns.packed`, of which every rank holds something.
+
+    Args:
+        parts, size, unit: as there.
+        what: is dealt out, for the message.
+
+    Raises:
+        ConfigError: a unit that does not divide the parts, or ranks that would hold nothing, with the nearest valid
+            numbers.
+    """
+    if any(part % unit for part in parts):
+        units = nearest(unit, divisors(gcd(*parts)))
+        raise ConfigError(
+            f"unit={unit} does not divide {_widths(parts)} {what}; nearest valid units: {', '.join(map(str, units))}"
+        )
+    index = IndexRuns.packed(parts, size, unit)
+    empty = [rank for rank in range(size) if not index.length(rank)]
+    if empty:
+        most = max(part // unit for part in parts)
+        valid = [n for n in range(1, most + 1) if (-(-most // n)) * (n - 1) < most]
+        of_units = f" in units of {unit}" if unit > 1 else ""
+        raise ConfigError(
+            f"{_widths(parts)} {what}{of_units} over tensor_parallel_size={size} leave tensor rank {empty[0]} without "
+            f"any; nearest valid tensor_parallel_size: {', '.join(map(str, nearest(size, valid)))}, or leave it whole"
+        )
+    return index
+
+
+def not_divisible(what: str, count: int, size: int) -> str:
+    """A message about a number that the tensor ranks do not divide, with the nearest sizes that do."""
+    valid = nearest(size, divisors(count)) if count > 0 else [1]
+    return (
+        f"{what}={count} is not divisible by tensor_parallel_size={size}; nearest valid tensor_parallel_size: "
+        f"{', '.join(map(str, valid))}"
+    )
+
+
+def _widths(parts: Sequence[int]) -> str:
+    return "+".join(map(str, parts))
 
 
 def _merged(runs: Iterable[Run]) -> Runs:

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from lightning_megapar.config import ConfigError, divisors, nearest
+from lightning_megapar.config import ConfigError, divisors, nearest, nearest_name
 from lightning_megapar.layers.collectives import TensorRanks
-from lightning_megapar.sharding import styles
+from lightning_megapar.sharding import embeddings, regions, styles
 from lightning_megapar.sharding.apply import parameter_owners
 from lightning_megapar.sharding.plan import Assignment, Style
 from lightning_megapar.sharding.styles import cut_parameter, is_linear, widths
-from lightning_megapar.shards import IndexRuns, ParameterShard, Runs, own_shards
+from lightning_megapar.shards import ParameterShard, Runs, deal_out, not_divisible, own_shards
 
 
 def apply_assignments(module: nn.Module, assignments: Sequence[Assignment], ranks: TensorRanks) -> None:
@@ -55,20 +55,26 @@ def _apply_to_parameter(module: nn.Module, name: str, style: Style, ranks: Tenso
     if style.name == "replicated_with_grad_allreduce":
         styles.summed(module, [name])
         return
+    if not shape:
+        raise ConfigError(
+            "a parameter of one number cannot be cut; valid styles: replicate, replicated_with_grad_allreduce"
+        )
     if style.name == "split":
         dim = style.number("dim")
         if dim is None or dim >= len(shape):
-            raise ConfigError(f"dim={dim} is no dimension of a parameter of shape {shape}")
+            valid = ", ".join(map(str, range(len(shape))))
+            raise ConfigError(f"dim={dim} is no dimension of a parameter of shape {shape}; valid: {valid}")
     elif style.name == "grouped_gemm":
         dim = 0
         if shape[0] % ranks.size:
-            raise ConfigError(f"{shape[0]} experts are not divisible by tensor_parallel_size={ranks.size}")
+            raise ConfigError(not_divisible("experts", shape[0], ranks.size))
     elif style.name.endswith("colwise"):
         dim = max(len(shape) - 2, 0)
     else:
         dim = len(shape) - 1
     packed = 2 if style.name.startswith("packed") and len(shape) > 1 else 1
-    index = IndexRuns.packed(style.parts_of(shape[dim], packed), ranks.size, style.number("unit") or 1)
+    parts = style.parts_of(shape[dim], packed)
+    index = deal_out(parts, ranks.size, style.number("unit") or 1, f"indices of dimension {dim} of {shape}")
     cut_parameter(module, name, dim, index, ranks.rank)
 
 
@@ -89,37 +95,43 @@ def _apply_to_module(
         if rows is not None:
             styles.shared_rows(module, rows, ranks, inner=inner)
             return
-        index = IndexRuns.packed(parts, ranks.size, unit)
+        index = deal_out(parts, ranks.size, unit, "outputs")
         styles.column(module, index, ranks, gather_output=name.endswith("gather_output"), inner=inner)
     elif name in ("rowwise", "rowwise_split_input", "rowwise_scatter_output", "packed_rowwise"):
         width = widths(module)[0]
         parts = style.parts_of(width, 2 if name == "packed_rowwise" else 1)
         unit = style.number("unit") or heads.unit(path, width)
-        index = IndexRuns.packed(parts, ranks.size, unit)
+        index = deal_out(parts, ranks.size, unit, "inputs")
         styles.row(
             module, index, ranks, split_input=name.endswith("split_input"), scatter=name.endswith("scatter_output")
         )
     elif name == "embedding_rowwise":
-        styles.embedding_rows(module, ranks)
+        embeddings.embedding_rows(module, ranks)
     elif name == "embedding_colwise":
-        styles.embedding_columns(module, ranks)
+        embeddings.embedding_columns(module, ranks)
     elif name == "replicated_with_grad_allreduce":
         styles.summed(module, [n for n, p in module._parameters.items() if p is not None])
     elif name in ("all_reduce", "moe_tp_experts"):
-        styles.region(module, ranks, [n for n in (style.option("once") or "").split("+") if n])
+        regions.region(module, ranks, [n for n in (style.option("once") or "").split("+") if n])
     elif name == "moe_identity_expert":
-        styles.identity_expert(module, ranks)
+        regions.identity_expert(module, ranks)
     elif name == "mla_kv_a_proj":
-        styles.rotary_tail(module, style.number("features") or _rotary_features(path, held), ranks)
+        features = style.number("features") or _rotary_features(path, held)
+        if is_linear(module) and features >= widths(module)[1]:
+            raise ConfigError(
+                f"features={features} of {widths(module)[1]} outputs leave nothing beside the rotary tail; valid: 1 to "
+                f"{widths(module)[1] - 1}"
+            )
+        regions.rotary_tail(module, features, ranks)
     elif name == "entered_output":
-        styles.entered_output(module, ranks)
+        regions.entered_output(module, ranks)
     elif name == "ep_dispatch_experts":
-        styles.experts(module, _expert_count(module), ranks)
+        regions.experts(module, _expert_count(module), ranks)
     elif name == "local_attributes":
         for attribute, _ in style.options:
             _divide_attribute(module, attribute, ranks.size)
     elif name == "local_arguments":
-        styles.local_arguments(module, style.number("heads") or 0, ranks)
+        regions.local_arguments(module, style.number("heads") or 0, ranks)
 
 
 def _shared_heads(parts: Sequence[int], unit: int, ranks: TensorRanks) -> Runs | None:
@@ -129,12 +141,16 @@ def _shared_heads(parts: Sequence[int], unit: int, ranks: TensorRanks) -> Runs |
         ConfigError: heads that the ranks neither divide nor share evenly.
     """
     if any(part % unit for part in parts):
-        raise ConfigError(f"unit={unit} does not divide the parts {list(parts)}")
+        return None  # refused where they are dealt out
     counts = [part // unit for part in parts]
     if all(count % ranks.size == 0 for count in counts):
         return None
     if any(count % ranks.size and ranks.size % count for count in counts):
-        raise ConfigError(f"{counts} heads and tensor_parallel_size={ranks.size}: one must divide the other")
+        valid = [n for n in range(1, max(counts) + 1) if all(c % n == 0 or n % c == 0 for c in counts)]
+        raise ConfigError(
+            f"{'+'.join(map(str, counts))} heads (unit={unit}) and tensor_parallel_size={ranks.size}: one must divide "
+            f"the other; nearest valid tensor_parallel_size: {', '.join(map(str, nearest(ranks.size, valid)))}"
+        )
     rows, start = [], 0
     for part, count in zip(parts, counts):
         each = max(1, count // ranks.size)
@@ -145,8 +161,19 @@ def _shared_heads(parts: Sequence[int], unit: int, ranks: TensorRanks) -> Runs |
 
 def _divide_attribute(module: nn.Module, name: str, size: int) -> None:
     value = getattr(module, name, None)
-    if not isinstance(value, int) or value % size:
-        raise ConfigError(f"attribute {name}={value!r} of {type(module).__name__} is not divisible by {size} ranks")
+    kind = type(module).__name__
+    if type(value) is not int:
+        known = [n for n, v in vars(module).items() if type(v) is int and not n.startswith("_")]
+        near = nearest_name(name, known)
+        hint = f"; did you mean {near!r}?" if near else f" (integer attributes: {', '.join(known) or 'none'})"
+        told = (
+            f"attribute {name}={value!r} of {kind} is no integer"
+            if hasattr(module, name)
+            else f"{kind} has no {name!r}"
+        )
+        raise ConfigError(f"{told}{hint}")
+    if value % size:
+        raise ConfigError(f"attribute {not_divisible(name, value, size)} ({kind})")
     setattr(module, name, value // size)
 
 
@@ -154,7 +181,11 @@ def _expert_count(module: nn.Module) -> int:
     shards = own_shards(module)
     counts = {shard.shape[0] for shard in shards.values() if shard.dim == 0}
     if len(counts) != 1:
-        raise ConfigError("ep_dispatch_experts needs expert parameters with the style grouped_gemm")
+        own = ", ".join(name for name, p in module._parameters.items() if p is not None)
+        raise ConfigError(
+            f"ep_dispatch_experts needs expert parameters of {type(module).__name__} with the style grouped_gemm (own "
+            f"parameters: {own or 'none'})"
+        )
     return counts.pop()
 
 

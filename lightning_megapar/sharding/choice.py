@@ -1,34 +1,38 @@
-"""Where a module's sharding plan comes from, and the plan as a table."""
+"""Where a module's sharding plan comes from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from lightning_megapar.config import ConfigError, nearest_name
 from lightning_megapar.generators import generators_kept
 from lightning_megapar.layers.base import ParallelLayer
-from lightning_megapar.sharding.chooser.alone import no_collectives
+from lightning_megapar.sharding.blueprint import on_meta
+from lightning_megapar.sharding.by_plan import apply_assignments
+from lightning_megapar.sharding.chooser.alone import by_itself
+from lightning_megapar.sharding.chooser.bench import LARGEST_TRIAL, bytes_of_trial, in_one_line
 from lightning_megapar.sharding.chooser.choose import PATIENCE, choose
+from lightning_megapar.sharding.chooser.judge import Judgement, judge
 from lightning_megapar.sharding.chooser.pricing import Pricing
-from lightning_megapar.sharding.chooser.trial import Run
+from lightning_megapar.sharding.chooser.trial import Run, TrialRanks
 from lightning_megapar.sharding.names import BlockNames
 from lightning_megapar.sharding.plan import Assignment, ShardingPlan, resolve
 from lightning_megapar.sharding.styles import is_linear
 from lightning_megapar.sharding.transformers_plan import plans_are_proven, transformers_plan
-from lightning_megapar.shards import own_shards
+
+Alone = Callable[[nn.Module, bool, Sequence[Assignment]], nn.Module]
+"""(whole module, whether to shorten its stack, what a plan says of it) -> a copy that can be run by itself."""
+_T = TypeVar("_T")
 
 WORTH_A_TRIAL = 0.02
 """Share of the parameters that a proven plan must leave for the chooser to be asked: a trial takes memory and time."""
 JUDGED_WHOLE = 5_000_000
 """Parameters up to which a module is tried with all its blocks."""
-LARGEST_TRIAL = 16e9
-"""Bytes of host memory that the copies of a trial may take, all ranks together."""
 
 
 def given_plan(setting: Any) -> ShardingPlan | None:
@@ -62,6 +66,7 @@ class PlanChoice:
         assignments: of the whole module.
         notes: what was tried and stays whole, and why, for the terminal.
         plan: the rules that they follow from.
+        whole: starred name -> why this module stays whole.
         alike: name of each module or parameter that is assigned something -> the pattern of all that are like it,
             seen on the whole module.
     """
@@ -69,6 +74,7 @@ class PlanChoice:
     assignments: list[Assignment] = field(default_factory=list)
     notes: tuple[str, ...] = ()
     plan: ShardingPlan = field(default_factory=ShardingPlan)
+    whole: Mapping[str, str] = field(default_factory=dict)
     alike: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -78,7 +84,7 @@ def choose_plan(
     size: int,
     *,
     runs: Callable[[nn.Module], Sequence[Run] | str],
-    alone: Callable[[nn.Module, bool], nn.Module],
+    alone: Alone,
     share: Callable[[Any], Any],
     is_first: bool,
     pricing: Pricing | None = None,
@@ -86,19 +92,23 @@ def choose_plan(
 ) -> PlanChoice:
     """First hit wins: the setting, the module's own plan, transformers' with the chooser for what it leaves.
 
+    What somebody wrote is judged, unless it cannot be tried; published plans are, unless they are proven.
+
     Args:
         module: whole, real or meta.
         setting: the strategy's ``sharding_plan``.
         size: tensor ranks; with one nothing is sharded.
         runs: of the module's own step on a few samples, or why there are none; called on every rank.
-        alone: a copy of the module that can be run by itself, with a shortened stack of blocks or the whole one.
+        alone: a copy of the module that can be run by itself, with a shortened stack of blocks or the whole one; blocks
+            to which the assignments give different styles are both kept.
         share: gives every rank the first rank's object.
         is_first: whether this is the rank that chooses.
         pricing: what layouts cost on the cluster at hand.
         patience: seconds for trials, during which the other ranks wait in a collective.
 
     Raises:
-        ConfigError: from a plan that somebody wrote: patterns that match nothing, styles that do not fit.
+        ConfigError: from a plan that somebody wrote: patterns that match nothing, styles that do not fit, gradients
+            that are not those of one process.
     """
     if size == 1:
         return PlanChoice()
@@ -112,31 +122,39 @@ def _first_hit(
     setting: Any,
     size: int,
     runs: Callable[[nn.Module], Sequence[Run] | str],
-    alone: Callable[[nn.Module, bool], nn.Module],
+    alone: Alone,
     share: Callable[[Any], Any],
     is_first: bool,
     pricing: Pricing | None,
     patience: float,
 ) -> PlanChoice:
-    plan = given_plan(setting)
-    own = getattr(module, "sharding_plan", None)
-    if plan is None and callable(own):
-        plan = ShardingPlan.from_mapping(own(), f"{type(module).__name__}.sharding_plan()")
-    if plan is not None:
-        return PlanChoice(resolve(plan, module, strict=True), plan=plan)
+    given = written_plan(module, setting)
+    if given is not None:
+        assignments = resolve(given, module, strict=True)
+        if all(one.style.name == "replicate" for one in assignments):
+            return PlanChoice(assignments, plan=given)
+        samples = runs(module)
+        judgement = None
+        if is_first:
+            with generators_kept():
+                judgement = _judge(module, given, assignments, size, samples, alone, patience)
+        judgement = share(judgement)
+        if judgement.refusal:
+            raise ConfigError(judgement.refusal)
+        return PlanChoice(resolve(judgement.plan, module, strict=True), judgement.notes, judgement.plan)
     plan = transformers_plan(module)
     if not plan.rules and not has_foreign_layers(module):
         return PlanChoice()
     if plan.rules and plans_are_proven(module) and share_left(module, plan) < WORTH_A_TRIAL:
         return PlanChoice(resolve(plan, module, strict=False), plan=plan)
     trial = runs(module)
-    answer: tuple[ShardingPlan, tuple[str, ...]] | None = None
+    answer: tuple[ShardingPlan, tuple[str, ...], Mapping[str, str]] | None = None
     if is_first:
         with generators_kept():  # the other ranks' generators have not moved
             answer = _choose(module, plan, size, trial, alone, pricing, patience)
-    plan, notes = share(answer)
+    plan, notes, whole = share(answer)
     try:
-        return PlanChoice(resolve(plan, module, strict=False), notes, plan)
+        return PlanChoice(resolve(plan, module, strict=False), notes, plan, whole)
     except ConfigError as error:  # a shortened stack was unlike the whole one
         return PlanChoice(notes=(*notes, f"{error}: what no plan names stays whole"))
 
@@ -169,168 +187,105 @@ def has_foreign_layers(module: nn.Module) -> bool:
     return any(is_linear(child) or isinstance(child, nn.Embedding) for child in children)
 
 
-def _choose(
-    module: nn.Module,
-    plan: ShardingPlan,
-    size: int,
-    runs: Sequence[Run] | str,
-    alone: Callable[[nn.Module, bool], nn.Module],
-    pricing: Pricing | None,
-    patience: float,
-) -> tuple[ShardingPlan, tuple[str, ...]]:
-    if isinstance(runs, str):
-        return plan, (f"{runs}: what no plan names stays whole",)
+def written_plan(module: nn.Module, setting: Any) -> ShardingPlan | None:
+    """The plan that somebody wrote: in the setting, else in the module's ``sharding_plan()``; ``None`` without one.
+
+    Raises:
+        ConfigError: one that is no plan.
+    """
+    plan = given_plan(setting)
+    own = getattr(module, "sharding_plan", None)
+    if plan is None and callable(own):
+        return ShardingPlan.from_mapping(own(), f"{type(module).__name__}.sharding_plan()")
+    return plan
+
+
+def check_written_plan(module: nn.Module, setting: Any, size: int) -> None:
+    """Refuse a plan that cannot be applied to ``module``, without a run and before any rank exists.
+
+    Args:
+        module: whole, real or meta; it is not changed.
+        setting: the strategy's ``sharding_plan``.
+        size: tensor ranks.
+
+    Raises:
+        ConfigError: patterns that match nothing, styles that do not fit, widths that leave a rank with nothing.
+    """
+    plan = written_plan(module, setting) if size > 1 else None
+    if plan is None or not plan.rules:
+        return
+    assignments = resolve(plan, module, strict=True)
+    try:
+        twin = on_meta(module)
+    except Exception:  # somebody's module may not be copied; what is wrong is found when it is cut
+        return
+    apply_assignments(twin, assignments, TrialRanks.alone(size))
+
+
+def _on_a_twin(
+    module: nn.Module, size: int, make: Callable[[bool], nn.Module], task: Callable[[nn.Module], _T]
+) -> tuple[_T | None, str]:
+    """What ``task`` finds on a copy that is small enough, or why nothing could be tried."""
     refused = ""
     # A small module is judged as it is. The stack of a larger one is shortened, unless its step needs all of it.
     small = sum(p.numel() for p in module.parameters()) <= JUDGED_WHOLE
     for shorten in (False,) if small else (True, False):
         try:
-            twin = alone(module, shorten)
-            needed = sum(p.numel() for p in twin.parameters()) * 4 * (size + 2)
+            twin = make(shorten)
+            needed = bytes_of_trial(twin, size)
             if needed > LARGEST_TRIAL:
                 refused = refused or f"too large to try ({needed / 1e9:.0f} GB)"
                 continue
-            with no_collectives():
-                choice = choose(twin, size, runs, planned=plan, pricing=pricing, patience=patience)
-            break
+            with by_itself():
+                return task(twin), ""
         except ConfigError as error:
             refused = refused or str(error)
         except Exception as error:  # somebody's module may not be copied, or traced: that it is not tried harms nobody
-            refused = refused or f"it cannot be tried ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-    else:
-        return plan, (f"{refused}: what no plan names stays whole",)
+            refused = refused or f"it cannot be tried ({in_one_line(error)})"
+    return None, refused
+
+
+def _judge(
+    module: nn.Module,
+    plan: ShardingPlan,
+    assignments: Sequence[Assignment],
+    size: int,
+    runs: Sequence[Run] | str,
+    alone: Alone,
+    patience: float,
+) -> Judgement:
+    judgement, refused = None, str(runs)
+    if not isinstance(runs, str):
+        judgement, refused = _on_a_twin(
+            module,
+            size,
+            lambda shorten: alone(module, shorten, assignments),
+            lambda twin: judge(twin, plan, size, runs, patience),
+        )
+    if judgement is not None:
+        return judgement
+    note = f"the plan is used as it is written, not proven: {refused}. Prove it with recipes/verify.py"
+    return Judgement(plan, notes=(note,))
+
+
+def _choose(
+    module: nn.Module,
+    plan: ShardingPlan,
+    size: int,
+    runs: Sequence[Run] | str,
+    alone: Alone,
+    pricing: Pricing | None,
+    patience: float,
+) -> tuple[ShardingPlan, tuple[str, ...], Mapping[str, str]]:
+    if isinstance(runs, str):
+        return plan, (f"{runs}: what no plan names stays whole",), {}
+    choice, refused = _on_a_twin(
+        module,
+        size,
+        lambda shorten: alone(module, shorten, ()),
+        lambda twin: choose(twin, size, runs, planned=plan, pricing=pricing, patience=patience),
+    )
+    if choice is None:
+        return plan, (f"{refused}: what no plan names stays whole",), {}
     notes = [f"{one.kind}: {one.how} ({one.reason})" for one in choice.found if one.how in ("whole", "dropped")]
-    return choice.plan, tuple(notes)
-
-
-@dataclass(frozen=True)
-class StagePart:
-    """What one pipeline stage holds of a plan; small and plain, so that it travels to the rank that prints.
-
-    Args:
-        sizes: canonical name of each parameter -> elements of the whole of it.
-        cut: canonical names of those that the tensor ranks hold in pieces.
-        rows: number of an assignment whose module is here -> canonical names of the parameters that it cuts.
-    """
-
-    sizes: Mapping[str, int]
-    cut: frozenset[str]
-    rows: Mapping[int, tuple[str, ...]]
-
-
-def stage_part(
-    module: nn.Module, assignments: Sequence[Assignment], canonical: Mapping[str, str] | None = None
-) -> StagePart:
-    """What this rank's stage holds.
-
-    Args:
-        module: after it was sharded.
-        assignments: what was asked for, of the whole module.
-        canonical: name -> canonical name (tied parameters may lie on different stages); ``None``: each its own.
-    """
-    held = dict(module.named_modules())
-    first: dict[int, str] = {}
-    sizes: dict[str, int] = {}
-    cut: dict[str, str] = {}
-    loose: set[str] = set()
-    for path, child in held.items():
-        shards = own_shards(child)
-        for name, parameter in child._parameters.items():
-            if parameter is None:
-                continue
-            full = ".".join(filter(None, (path, name)))
-            key = (canonical or {}).get(full) or first.setdefault(id(parameter), full)
-            if key in sizes:
-                continue
-            sizes[key] = prod(shards[name].shape) if name in shards else parameter.numel()
-            if name in shards:
-                cut[full] = key
-            elif isinstance(child, ParallelLayer):
-                loose.add(key)
-    rows = {}
-    for number, one in enumerate(assignments):
-        child = held.get(one.path)
-        if child is not None and isinstance(child, one.kind):
-            own = [one.name] if one.parameter else [f"{one.path}.{name}" for name in child._parameters]
-            rows[number] = tuple(cut[name] for name in own if name in cut)
-    return StagePart(sizes, frozenset(cut.values()) | loose, rows)
-
-
-@dataclass(frozen=True)
-class PlanRow:
-    """A line of the table: modules that are alike in all blocks.
-
-    Args:
-        module: dotted name with ``*`` for numbers.
-        count: how many of them there are, over all stages.
-        style: what is done.
-        why: where that comes from.
-        share: of the parameters of the whole module, that is in pieces here.
-        stages: pipeline stages that hold them.
-    """
-
-    module: str
-    count: int
-    style: str
-    why: str
-    share: float
-    stages: tuple[int, ...] = ()
-
-
-def plan_rows(choice: PlanChoice, parts: Sequence[StagePart]) -> list[PlanRow]:
-    """The plan of the whole module, and a last row for what stays whole.
-
-    Args:
-        choice: what was asked for.
-        parts: of every pipeline stage, in order.
-    """
-    sizes = {name: size for part in parts for name, size in part.sizes.items()}
-    total = sum(sizes.values()) or 1
-    in_pieces = sum(sizes[name] for name in frozenset().union(*(part.cut for part in parts)))
-    rows: dict[tuple[str, str], list[int]] = {}
-    for number, one in enumerate(choice.assignments):
-        if any(number in part.rows for part in parts):
-            rows.setdefault((choice.alike.get(one.name, one.name), str(one.style)), []).append(number)
-    table = []
-    counted: set[str] = set()
-    for (name, style), same in rows.items():
-        cut = {key for part in parts for number in same for key in part.rows.get(number, ())} - counted
-        counted |= cut
-        stages = tuple(stage for stage, part in enumerate(parts) if any(number in part.rows for number in same))
-        share = sum(sizes[key] for key in cut) / total
-        table.append(PlanRow(name, len(same), style, choice.assignments[same[0]].why, share, stages))
-    table.append(PlanRow("(whole on every rank)", 0, "replicate", "nothing cuts it", 1 - in_pieces / total))
-    return table
-
-
-def print_plan(choice: PlanChoice, parts: Sequence[StagePart]) -> None:
-    """The plan of all stages as a table on the terminal, and what stays whole with the reason."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="sharding over the tensor ranks")
-    for heading, justify in (("module", "left"), ("number", "right"), ("style", "left"), ("why", "left")):
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
-    if len(parts) > 1:
-        table.add_column("stage")
-    table.add_column("parameters", justify="right")
-    for row in plan_rows(choice, parts):
-        stages = [_ranges(row.stages)] if len(parts) > 1 else []
-        table.add_row(row.module, str(row.count or ""), row.style, row.why, *stages, f"{row.share:.1%}")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)  # names must not be cut in a log
-    console.print(table)
-    for note in choice.notes:
-        console.print(f"sharding: {note}", markup=False, highlight=False)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """``(0, 1, 2, 5)`` as ``0-2, 5``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+    return choice.plan, tuple(notes), choice.whole

@@ -1,12 +1,14 @@
 """Sharding plans: module-name patterns and the styles in which what they match is sharded.
 
-The vocabulary is the one of transformers' configurations (``base_model_tp_plan``), so that what people have works::
+The vocabulary (:mod:`~lightning_megapar.sharding.vocabulary`) is the one of transformers' configurations
+(``base_model_tp_plan``), so that what people have works::
 
     {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise", "lm_head": "colwise_gather_output"}
 
 A pattern is a dotted name in which ``*`` stands for one part; it matches the end of a module's or parameter's dotted
-name. Of several patterns that match, the longest counts. A style may carry options after a colon:
-``packed_colwise:parts=64+32+32``. A plan is plain data: it can be written to YAML and passed back.
+name. Of several patterns that match, the longest counts, of equally long ones the one with fewer stars. A style may
+carry options after a colon: ``packed_colwise:parts=64+32+32``. A plan is plain data: it can be written to YAML and
+passed back.
 """
 
 from __future__ import annotations
@@ -19,59 +21,10 @@ from pathlib import Path
 from torch import nn
 
 from lightning_megapar.config import ConfigError, nearest_name
+from lightning_megapar.sharding.vocabulary import BESIDE_OTHERS, MODULE_STYLES, PARAMETER_STYLES, STYLES, Style
 
-STYLES: dict[str, str] = {
-    "colwise": "linear layer cut by outputs; parameter cut along its last dimension but one",
-    "rowwise": "linear layer cut by inputs, results summed; parameter cut along its last dimension",
-    "colwise_gather_output": "linear layer cut by outputs, which are then collected on every rank",
-    "rowwise_split_input": "linear layer cut by inputs, of which each rank takes its share first",
-    "rowwise_scatter_output": "linear layer cut by inputs; each rank keeps its share of the summed outputs",
-    "packed_colwise": "as colwise, for parts that lie one after the other (parts=2, parts=3 or parts=64+32+32)",
-    "packed_rowwise": "as rowwise, for parts that lie one after the other",
-    "embedding_rowwise": "embedding cut by vocabulary",
-    "embedding_colwise": "embedding cut by features, which are then collected",
-    "replicated_with_grad_allreduce": "whole on every rank, inside the sharded region: gradients are summed",
-    "replicate": "whole on every rank",
-    "local_params": "a module that reads its own cut parameters",
-    "mla_kv_a_proj": "latent attention's first product: its rotary tail (features=n) enters the region",
-    "entered_output": "whole on every rank; its output enters the sharded region",
-    "moe_tp_experts": "experts whose parameters are cut: arguments enter, the output is summed",
-    "moe_identity_expert": "an identity expert inside such a region",
-    "all_reduce": "a region whose output is summed",
-    "grouped_gemm": "parameter of which each rank holds whole experts (dimension 0)",
-    "ep_dispatch_experts": "experts dealt out to the ranks",
-    "split": "parameter cut along a named dimension (split:dim=1 or split:dim=1,parts=2)",
-    "local_attributes": "integer attributes of the module, divided by the number of ranks (local_attributes:num_heads)",
-    "local_arguments": "per-head arguments of the module's forward, cut (local_arguments:heads=8)",
-}
-"""Name of each style and what it does."""
+__all__ = ["STYLES", "Assignment", "Rule", "ShardingPlan", "Style", "resolve"]
 
-_NUMBER, _PARTS, _SWITCH, _NAMES = "a number", "a number or widths (64+32+32)", "no value", "names (a+b)"
-OPTIONS: dict[str, dict[str, str]] = {
-    "colwise": {"unit": _NUMBER, "inner": _SWITCH},
-    "rowwise": {"unit": _NUMBER},
-    "colwise_gather_output": {"unit": _NUMBER, "inner": _SWITCH},
-    "rowwise_split_input": {"unit": _NUMBER},
-    "rowwise_scatter_output": {"unit": _NUMBER},
-    "packed_colwise": {"parts": _PARTS, "unit": _NUMBER, "inner": _SWITCH},
-    "packed_rowwise": {"parts": _PARTS, "unit": _NUMBER},
-    "split": {"dim": _NUMBER, "parts": _PARTS, "unit": _NUMBER},
-    "mla_kv_a_proj": {"features": _NUMBER},
-    "moe_tp_experts": {"once": _NAMES},
-    "all_reduce": {"once": _NAMES},
-    "local_arguments": {"heads": _NUMBER},
-}
-"""Options that styles take, and what each needs after ``=``. Those of ``local_attributes`` are attributes' names."""
-
-_MODULE_STYLES = {  # of modules and parameters
-    "colwise",
-    "rowwise",
-    "packed_colwise",
-    "packed_rowwise",
-    "replicate",
-    "replicated_with_grad_allreduce",
-}
-_PARAMETER_STYLES = {"split", "grouped_gemm"}  # of a parameter alone
 _CALLED = {  # what they do happens when the module is called
     "all_reduce",
     "entered_output",
@@ -80,97 +33,6 @@ _CALLED = {  # what they do happens when the module is called
     "moe_identity_expert",
     "moe_tp_experts",
 }
-
-
-BESIDE_OTHERS = ("local_attributes", "local_arguments")
-"""Styles that a module may have besides another one."""
-
-
-@dataclass(frozen=True)
-class Style:
-    """A style with its options.
-
-    Args:
-        name: one of :data:`STYLES`.
-        options: words and ``key=value`` pairs after the colon, in order; a bare word has the value ``""``.
-
-    Raises:
-        ConfigError: for an unknown name (the nearest one is named).
-    """
-
-    name: str
-    options: tuple[tuple[str, str], ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.name not in STYLES:
-            near = nearest_name(self.name, STYLES)
-            hint = f"; did you mean {near!r}?" if near else ""
-            raise ConfigError(f"sharding style {self.name!r} is unknown{hint} (styles: {', '.join(sorted(STYLES))})")
-        keys = [key for key, _ in self.options]
-        if len(set(keys)) < len(keys):
-            raise ConfigError(f"sharding style {self}: an option is given twice")
-        if self.name != "local_attributes":
-            for key, value in self.options:
-                self._check_option(key, value)
-
-    def _check_option(self, key: str, value: str) -> None:
-        known = OPTIONS.get(self.name, {})
-        if key not in known:
-            near = nearest_name(key, known)
-            hint = f"; did you mean {near!r}?" if near else f" (options: {', '.join(known) or 'none'})"
-            raise ConfigError(f"sharding style {self}: unknown option {key!r}{hint}")
-        kind = known[key]
-        numbers = value.split("+")
-        least = 0 if key == "dim" else 1
-        fits = {
-            _NUMBER: value.isdigit() and int(value) >= least,
-            _PARTS: all(n.isdigit() and int(n) >= 1 for n in numbers),
-            _SWITCH: not value,
-            _NAMES: all(numbers),
-        }[kind]
-        if not fits:
-            raise ConfigError(f"sharding style {self}: {key}={value!r}, but {key!r} takes {kind}")
-
-    @classmethod
-    def parse(cls, text: str) -> Style:
-        """From its text, such as ``"packed_colwise:parts=3"``."""
-        if not isinstance(text, str):
-            raise ConfigError(f"sharding style {text!r} is a {type(text).__name__}, expected a word such as 'colwise'")
-        name, _, rest = text.partition(":")
-        options = []
-        for word in filter(None, (part.strip() for part in rest.split(","))):
-            key, _, value = word.partition("=")
-            options.append((key.strip(), value.strip()))
-        return cls(name.strip(), tuple(options))
-
-    def __str__(self) -> str:
-        words = [f"{key}={value}" if value else key for key, value in self.options]
-        return self.name + (":" + ",".join(words) if words else "")
-
-    def option(self, key: str) -> str | None:
-        return dict(self.options).get(key)
-
-    def number(self, key: str) -> int | None:
-        """An integer option, ``None`` when it is not given."""
-        value = self.option(key)
-        return None if value is None else int(value)
-
-    def parts_of(self, width: int, default: int = 1) -> list[int]:
-        """Widths of the packed parts of ``width`` outputs.
-
-        Raises:
-            ConfigError: when they do not add up.
-        """
-        value = self.option("parts")
-        if value is not None and "+" in value:
-            parts = [int(p) if p.isdigit() else -1 for p in value.split("+")]
-            if min(parts) < 0 or sum(parts) != width:
-                raise ConfigError(f"sharding style {self}: parts {value} do not add up to {width}")
-            return parts
-        count = self.number("parts") or default
-        if width % count:
-            raise ConfigError(f"sharding style {self}: {count} equal parts do not fit a width of {width}")
-        return [width // count] * count
 
 
 @dataclass(frozen=True)
@@ -211,7 +73,10 @@ class ShardingPlan:
         for rule in self.rules:
             key = (rule.pattern, rule.style.name if rule.style.name in BESIDE_OTHERS else "")
             if key in seen:
-                raise ConfigError(f"sharding plan: two rules for the pattern {rule.pattern!r}")
+                raise ConfigError(
+                    f"sharding_plan[{rule.pattern!r}]: two rules for one pattern ({rule.style} is the second); keep "
+                    f"one, or join {' or '.join(BESIDE_OTHERS)} to another style by ' + '"
+                )
             seen.add(key)
 
     @classmethod
@@ -222,11 +87,16 @@ class ShardingPlan:
             ConfigError: unknown styles.
         """
         if not isinstance(mapping, Mapping):
-            raise ConfigError(f"sharding_plan={mapping!r}: expected a mapping of module-name patterns to styles")
+            raise ConfigError(
+                f"sharding_plan={mapping!r}: expected a mapping of module-name patterns to styles, such as "
+                "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
+            )
         rules = []
         for pattern, text in mapping.items():
             if not isinstance(pattern, str) or not pattern:
-                raise ConfigError(f"sharding_plan: pattern {pattern!r} is not a dotted name")
+                raise ConfigError(
+                    f"sharding_plan: pattern {pattern!r} is not a dotted name of modules, such as 'layers.*.up'"
+                )
             for one in str(text).split(" + ") if isinstance(text, str) else [text]:
                 try:
                     rules.append(Rule(pattern, Style.parse(one), why))
@@ -325,8 +195,11 @@ def resolve(plan: ShardingPlan, module: nn.Module, *, strict: bool) -> list[Assi
             used.update(rule.pattern for rule in matching)
             for kind in (main, extra):
                 if kind:
-                    rule = max(kind, key=lambda r: len(r.pattern))
-                    same = [r for r in kind if len(r.pattern) == len(rule.pattern)] if kind is extra else [rule]
+                    rule = max(kind, key=_precedence)
+                    same = [r for r in kind if _precedence(r) == _precedence(rule)]
+                    if kind is main and strict and len({r.style for r in same}) > 1:
+                        raise ConfigError(_ambiguous(name, same))
+                    same = same if kind is extra else [rule]
                     found += [Assignment(where, parameter, r.style, r.why, r.pattern, type(child)) for r in same]
     lost = [rule.pattern for rule in plan.rules if rule.pattern not in used]
     if lost and strict:
@@ -334,6 +207,16 @@ def resolve(plan: ShardingPlan, module: nn.Module, *, strict: bool) -> list[Assi
     for one in found:
         _check(one, module, strict)
     return found
+
+
+def _precedence(rule: Rule) -> tuple[int, int]:
+    """Of several rules that match one name the highest counts: the longest, then the one that is more literal."""
+    return len(rule.pattern), -rule.pattern.split(".").count("*")
+
+
+def _ambiguous(name: str, rules: Iterable[Rule]) -> str:
+    shown = " and ".join(f"{rule.pattern!r}: {str(rule.style)!r}" for rule in rules)
+    return f"sharding_plan: {shown} both match {name}, and neither is longer; give {name!r} a rule of its own"
 
 
 def _matches_nothing(pattern: str, names: Iterable[str]) -> str:
@@ -348,30 +231,36 @@ def _matches_nothing(pattern: str, names: Iterable[str]) -> str:
 
 def _check(one: Assignment, module: nn.Module, strict: bool) -> None:
     from lightning_megapar.layers.base import ParallelLayer
-    from lightning_megapar.sharding.styles import is_linear
+    from lightning_megapar.sharding.styles import computed_weight, is_linear
 
     child = module.get_submodule(one.path)
     kind = type(child).__name__
+    setting = f"sharding_plan[{one.pattern!r}] = {str(one.style)!r}"
 
     def refuse(expected: str) -> None:
-        raise ConfigError(
-            f"sharding_plan[{one.pattern!r}] = {str(one.style)!r}: {one.name} is a {kind}; "
-            f"{one.style.name} needs {expected}"
-        )
+        bare = [n for n, p in child._parameters.items() if p is not None]
+        hint = ""
+        if bare and not is_linear(child) and not isinstance(child, nn.Embedding):
+            shown = ", ".join(f"{one.path}.{n}" for n in bare[:4]) + (", ..." if len(bare) > 4 else "")
+            hint = (
+                f". Its own parameters ({shown}) can be cut by their names, for example {f'{one.pattern}.{bare[0]}'!r}"
+                ": 'split:dim=0'; valid styles of the module: replicate, replicated_with_grad_allreduce, moe_tp_experts"
+            )
+        raise ConfigError(f"{setting}: {one.name} is a {kind}; {one.style.name} needs {expected}{hint}")
 
     name = one.style.name
     if isinstance(child, ParallelLayer):
         raise ConfigError(
-            f"sharding_plan[{one.pattern!r}]: {one.name} is a {kind} of lightning_megapar.layers, which shards itself"
+            f"{setting}: {one.name} is a {kind} of lightning_megapar.layers, which shards itself; leave it out"
         )
     if one.parameter is not None:
-        if name not in _MODULE_STYLES and name not in _PARAMETER_STYLES:
+        if name not in MODULE_STYLES and name not in PARAMETER_STYLES:
             raise ConfigError(
-                f"sharding_plan[{one.pattern!r}] = {str(one.style)!r}: {one.name} is a parameter; parameters take "
-                f"{', '.join(sorted(_MODULE_STYLES | _PARAMETER_STYLES))}"
+                f"{setting}: {one.name} is a parameter; parameters take "
+                f"{', '.join(sorted(MODULE_STYLES | PARAMETER_STYLES))}"
             )
         return
-    if name in _PARAMETER_STYLES:
+    if name in PARAMETER_STYLES:
         refuse("a parameter's name")
     if name.startswith("embedding") and not isinstance(child, nn.Embedding):
         refuse("an nn.Embedding")
@@ -382,3 +271,8 @@ def _check(one: Assignment, module: nn.Module, strict: bool) -> None:
     )
     if linear and not is_linear(child):
         refuse("an nn.Linear (or transformers' Conv1D)")
+    if linear and (source := computed_weight(child)):
+        raise ConfigError(
+            f"{setting}: {one.name} is a {kind} whose weight or bias is computed by {source} before each call, not an "
+            "own parameter that could be cut; leave it out (it stays whole), or remove the parametrization"
+        )

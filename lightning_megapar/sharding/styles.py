@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.layers.collectives import TensorRanks
 from lightning_megapar.layers.local import replace_parameter
-from lightning_megapar.sharding.primitives import enter, enter_all, gather, reduce_all, reduce_out, split
+from lightning_megapar.sharding.primitives import enter, gather, reduce_out, split
 from lightning_megapar.shards import ADDENDS, SHARDS, IndexRuns, ParameterShard, Runs, own_addends
 
 
@@ -70,7 +71,9 @@ def restyle(module: Any, mixin: type[StyledModule], style: ModuleStyle) -> None:
         ConfigError: when another style was given to it before.
     """
     if isinstance(module, StyledModule):
-        raise ConfigError(f"two styles for one module ({type(module).__name__})")
+        raise ConfigError(
+            f"two styles for one module ({type(module).__name__}); a module takes one style that changes its forward"
+        )
     module.__class__ = _subclass(mixin, type(module))
     module._style = style
 
@@ -96,7 +99,10 @@ def cut_parameter(module: nn.Module, name: str, dim: int, index: IndexRuns, rank
         shards[name] = shard
         module._parameters[name] = replace_parameter(whole, shard.take(whole.detach()))
     elif not earlier.same_cut(shard):
-        raise ConfigError(f"parameter {name!r} is asked to be cut in two ways")
+        raise ConfigError(
+            f"parameter {name!r} is asked to be cut along dimension {earlier.dim} and along dimension {shard.dim} (or "
+            "in other pieces of it); give the module or its parameter a rule, not both"
+        )
 
 
 # ---- linear layers ----
@@ -109,6 +115,27 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def computed_weight(module: nn.Module) -> str:
+    """By what a linear layer's weight or bias is computed before each call; ``""`` where both are own parameters."""
+    for name in ("weight", "bias"):
+        if module._parameters.get(name) is not None or getattr(module, name, None) is None:
+            continue
+        if parametrize.is_parametrized(module, name):
+            chain: Any = module.parametrizations[name]  # type: ignore[index]
+            return f"torch.nn.utils.parametrize ({', '.join(type(step).__name__.lstrip('_') for step in chain)})"
+        if f"{name}_g" in module._parameters:
+            return "torch.nn.utils.weight_norm"
+        if f"{name}_orig" in module._parameters:
+            return "torch.nn.utils (spectral_norm or prune)"
+        return "the module itself"
+    return ""
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether this is a linear layer whose own parameters can be cut."""
+    return is_linear(module) and not computed_weight(module)
 
 
 def output_dim(module: nn.Module) -> int:
@@ -234,176 +261,6 @@ def row(module: Any, index: IndexRuns, ranks: TensorRanks, *, split_input: bool 
         module.nx = index.length(ranks.rank)
 
 
-# ---- embeddings ----
-
-
-class VocabularyStyle(StyledModule):
-    """Rows of the table are cut: each rank looks up what it holds, the rest is zero, and the results are summed."""
-
-    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        style = self._style
-        low = style.options["start"]
-        length = style.index.length(style.ranks.rank)
-        inside = (ids >= low) & (ids < low + length)
-        found = super().forward((ids - low).clamp(0, max(length - 1, 0)), *args, **kwargs)
-        return reduce_out(found * inside.unsqueeze(-1).to(found.dtype), style.ranks)
-
-
-class FeatureStyle(StyledModule):
-    """Columns of the table are cut and gathered after the look-up."""
-
-    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        style = self._style
-        return gather(super().forward(ids, *args, **kwargs), style.index, style.ranks)
-
-
-def embedding_rows(module: nn.Embedding, ranks: TensorRanks) -> None:
-    """Cut an embedding by vocabulary (each rank a stretch of it, the last one perhaps shorter)."""
-    index = IndexRuns.contiguous(module.num_embeddings, ranks.size)
-    start = index.ranks[ranks.rank][0][0] if index.length(ranks.rank) else module.num_embeddings
-    length = index.length(ranks.rank)
-    if not length:
-        raise ConfigError(f"num_embeddings={module.num_embeddings} leaves tensor rank {ranks.rank} without a row")
-    padding = module.padding_idx
-    if padding is not None:
-        module.padding_idx = padding - start if start <= padding < start + length else None
-    cut_parameter(module, "weight", 0, index, ranks.rank)
-    restyle(module, VocabularyStyle, ModuleStyle(ranks, index, options={"start": start}))
-
-
-def embedding_columns(module: nn.Embedding, ranks: TensorRanks) -> None:
-    """Cut an embedding by features."""
-    index = IndexRuns.contiguous(module.embedding_dim, ranks.size)
-    cut_parameter(module, "weight", 1, index, ranks.rank)
-    restyle(module, FeatureStyle, ModuleStyle(ranks, index))
-
-
-# ---- regions ----
-
-
-class RegionStyle(StyledModule):
-    """A module whose parameters are cut: its arguments enter, its output is a sum over the ranks.
-
-    Parameters that are added to the output (a last bias) are divided by the number of ranks: they count once.
-    """
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        ranks = self._style.ranks
-        once = {name: self._parameters[name] for name in self._style.options["once"]}
-        try:
-            for name, parameter in once.items():
-                self._parameters[name] = parameter / ranks.size  # type: ignore[assignment, operator]
-            value = super().forward(*enter_all(args, ranks), **enter_all(kwargs, ranks))
-        finally:
-            self._parameters.update(once)
-        return reduce_all(value, ranks)
-
-
-class IdentityExpertStyle(StyledModule):
-    """An expert that is the identity inside an all-reduced region: each rank gives its share of it."""
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(x / self._style.ranks.size, *args, **kwargs)
-
-
-class RotaryTailStyle(StyledModule):
-    """The last features of the output go past the column product into the region (multi-head latent attention)."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        y = super().forward(*args, **kwargs)
-        rest, tail = y.tensor_split([-self._style.options["features"]], -1)
-        return torch.cat([rest, enter(tail, self._style.ranks)], -1)
-
-
-class ExpertStyle(StyledModule):
-    """Whole experts are dealt out: tokens of other ranks' experts count zero here, and the ranks' outputs are summed.
-
-    The forward is ``(hidden states, expert of each choice, weight of each choice)``, transformers' convention.
-    """
-
-    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Any:
-        style = self._style
-        start, count = style.options["start"], style.index.length(style.ranks.rank)
-        own = (index >= start) & (index < start + count)
-        local = (index - start).clamp(0, count - 1)
-        weights = enter(weights, style.ranks) * own.to(weights.dtype)
-        return reduce_all(super().forward(enter(hidden, style.ranks), local, weights, *args, **kwargs), style.ranks)
-
-
-class EnteredOutputStyle(StyledModule):
-    """A replicated module whose output enters the region (a low-rank product before column products)."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return enter_all(super().forward(*args, **kwargs), self._style.ranks)
-
-
-def region(module: nn.Module, ranks: TensorRanks, once: Iterable[str] = ()) -> None:
-    """Make ``module`` a region; ``once`` are own parameters that are whole and added to its output."""
-    names = tuple(once)
-    restyle(module, RegionStyle, ModuleStyle(ranks, partial=names, options={"once": names}))
-
-
-def identity_expert(module: nn.Module, ranks: TensorRanks) -> None:
-    restyle(module, IdentityExpertStyle, ModuleStyle(ranks))
-
-
-def rotary_tail(module: nn.Module, features: int, ranks: TensorRanks) -> None:
-    restyle(module, RotaryTailStyle, ModuleStyle(ranks, options={"features": features}))
-
-
-def experts(module: Any, count: int, ranks: TensorRanks) -> None:
-    """Deal out whole experts; the parameters are cut by their own rules (``grouped_gemm``)."""
-    if count % ranks.size:
-        raise ConfigError(f"num_experts={count} is not divisible by tensor_parallel_size={ranks.size}")
-    index = IndexRuns.contiguous(count, ranks.size)
-    start = index.ranks[ranks.rank][0][0]
-    restyle(module, ExpertStyle, ModuleStyle(ranks, index, options={"start": start}))
-    if hasattr(module, "num_experts"):
-        module.num_experts = count // ranks.size
-
-
-def entered_output(module: nn.Module, ranks: TensorRanks) -> None:
-    restyle(module, EnteredOutputStyle, ModuleStyle(ranks))
-
-
 def summed(module: nn.Module, names: Iterable[str]) -> None:
     """Mark own parameters of a module as whole inside the sharded region: their gradients are addends."""
     vars(module)[ADDENDS] = tuple(dict.fromkeys([*own_addends(module), *names]))
-
-
-class LocalArgumentsStyle(StyledModule):
-    """Per-head arguments (position biases, ALiBi slopes) of a module that holds some of the heads: own heads of each.
-
-    Recognised by shape: (heads, ...) with three dimensions or more, (batch, heads, ...) with four, (batch x heads, ...)
-    with three or more, the batch being that of the first tensor.
-    """
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        style = self._style
-        first = next((t for t in [*args, *kwargs.values()] if isinstance(t, Tensor)), None)
-        batch = 0 if first is None or not first.ndim else first.shape[0]
-
-        def own(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.ndim < 3:
-                return value
-            index, rank, heads = style.index, style.ranks.rank, style.index.width
-            if value.shape[0] == heads and batch != heads:
-                return index.take(value, 0, rank)
-            if value.ndim == 4 and value.shape[1] == heads:
-                return index.take(value, 1, rank)
-            if value.shape[0] == batch * heads:
-                return index.take(value.view(batch, heads, *value.shape[1:]), 1, rank).flatten(0, 1)
-            return value
-
-        return super().forward(*(own(a) for a in args), **{key: own(a) for key, a in kwargs.items()})
-
-
-def local_arguments(module: nn.Module, heads: int, ranks: TensorRanks) -> None:
-    """Cut per-head arguments of ``module``.
-
-    Raises:
-        ConfigError: when the ranks do not divide the heads.
-    """
-    if not heads or heads % ranks.size:
-        raise ConfigError(f"heads={heads} is not divisible by tensor_parallel_size={ranks.size}")
-    restyle(module, LocalArgumentsStyle, ModuleStyle(ranks, IndexRuns.contiguous(heads, ranks.size)))

@@ -1,4 +1,4 @@
-"""Callbacks and optimizers that cannot work on several ranks: refused in set-up, with what to use instead."""
+"""Layers, callbacks and optimizers that cannot work on several ranks: refused in set-up, with what to use instead."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-from lightning_megapar.config import ConfigError
+from lightning_megapar.config import ConfigError, Layout
 from lightning_megapar.data_parallel.parameters import LogicalParameter
 from lightning_megapar.strategy.prepare import PreparedModule
 from lightning_megapar.trees import in_any_tree
@@ -82,6 +84,42 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], prepared: Pre
             raise ConfigError(
                 f"{type(optimizer).__name__} needs inner products over all parameters, of which a rank holds only a "
                 f"part under {setting}; use another optimizer, or data parallelism with zero_stage=0"
+            )
+
+
+def refuse_modules(module: nn.Module, layout: Layout) -> None:
+    """Refuse layers that cannot work on several ranks, before ranks wait for each other.
+
+    Args:
+        module: whole; what ``configure_model`` has yet to build is looked at once more when it is there.
+        layout: resolved degrees.
+
+    Raises:
+        ConfigError: naming the layer, its option, and what to do.
+    """
+    if layout.world_size == 1:
+        return
+    ranks = layout.describe()
+    for path, child in module.named_modules():
+        kind, name = type(child).__name__, path or type(module).__name__
+        lazy = [n for n, t in (*child._parameters.items(), *child._buffers.items()) if t is not None and is_lazy(t)]
+        if lazy:
+            raise ConfigError(
+                f"{name} is a {kind} whose {' and '.join(lazy)} have no shape yet, and {ranks} divides shapes; give "
+                "its sizes when it is built, or run the module on one batch before trainer.fit"
+            )
+        if not isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if child.sparse:
+            raise ConfigError(
+                f"{name} is an nn.{kind}(sparse=True), whose sparse gradients cannot be summed over ranks ({ranks}); "
+                "valid value: sparse=False (with a dense optimizer), or one rank"
+            )
+        if child.max_norm is not None and layout.data > 1:
+            raise ConfigError(
+                f"{name} is an nn.{kind}(max_norm={child.max_norm}), which shrinks the rows that a rank looks up: with "
+                f"data_parallel_size={layout.data} the replicas would drift apart; valid: max_norm=None, or "
+                "data_parallel_size=1"
             )
 
 

@@ -14,11 +14,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_megapar.checkpoint.hugging_face.reading import LoadFrom, check_load_from
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.launch import returns_to_caller
-from lightning_megapar.sharding.choice import given_plan, print_plan, stage_part
+from lightning_megapar.sharding.choice import check_written_plan, given_plan
 from lightning_megapar.sharding.chooser.alone import runs_of_step
 from lightning_megapar.sharding.chooser.choose import PATIENCE
 from lightning_megapar.sharding.chooser.pricing import given_cluster
 from lightning_megapar.sharding.chooser.trial import Run
+from lightning_megapar.sharding.table import print_plan, stage_part
 from lightning_megapar.step.random_streams import share_generators
 from lightning_megapar.step.stage_metrics import connect_metrics
 from lightning_megapar.step.stepper import Stepper
@@ -29,6 +30,7 @@ from lightning_megapar.strategy.limits import (
     optimizers_may_be_empty,
     refuse_callbacks,
     refuse_empty_optimizers,
+    refuse_modules,
     refuse_optimizers,
 )
 from lightning_megapar.strategy.prepare import prepare_module
@@ -175,6 +177,11 @@ class MegaParStrategy(StepStrategy):
                 f"pipeline_parallel_size={self.layout.pipeline} needs automatic optimization: "
                 f"{type(module).__name__} sets automatic_optimization=False and steps by itself; valid value: 1"
             )
+        if vars(module).get("_megapar_prepared") is not None:
+            return
+        refuse_modules(module, self.layout)
+        if type(module).configure_model.__module__.endswith(".core.hooks"):  # else it may be built later
+            check_written_plan(module, self.config.sharding_plan, self.layout.tensor)
 
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
@@ -182,6 +189,7 @@ class MegaParStrategy(StepStrategy):
         module = self.lightning_module
         earlier = vars(module).get("_megapar_prepared")
         if earlier is None:
+            refuse_modules(module, self.layout)  # what configure_model has built
             self._originals = OriginalParameters(module)
             self._whole = WholeModule(module) if returns_to_caller() and self.is_global_zero else None
             first = FirstBatch(trainer)
@@ -281,7 +289,7 @@ class MegaParStrategy(StepStrategy):
         choice = self.prepared.choice
         if not choice.assignments and not choice.notes:
             return
-        part = stage_part(module, choice.assignments, self.prepared.names.canonical)
+        part = stage_part(module, choice.assignments, self.prepared.names.canonical, tuple(choice.whole))
         parts: list[Any] = [part]
         if self.layout.pipeline > 1:
             parts *= self.layout.pipeline

@@ -36,12 +36,11 @@ from lightning_megapar.pipeline.survey import Survey, survey_module
 from lightning_megapar.sharding.apply import shard_module
 from lightning_megapar.sharding.blueprint import Blueprint, record_blueprints
 from lightning_megapar.sharding.by_plan import apply_assignments
-from lightning_megapar.sharding.choice import PlanChoice, choose_plan, given_plan
+from lightning_megapar.sharding.choice import PlanChoice, check_written_plan, choose_plan
 from lightning_megapar.sharding.chooser.alone import stand_alone
 from lightning_megapar.sharding.chooser.pricing import Pricing, given_cluster
 from lightning_megapar.sharding.chooser.trial import Run
 from lightning_megapar.sharding.initialise import initialise_by_name
-from lightning_megapar.sharding.plan import resolve
 from lightning_megapar.shards import IndexedTensor
 from lightning_megapar.step.random_streams import RandomStreams, uses_dropout
 
@@ -118,7 +117,9 @@ def prepare_module(
         config.sharding_plan,
         mesh.size("tensor"),
         runs=runs,
-        alone=lambda whole, shorten: stand_alone(whole, _stack_of(whole) if shorten else None),
+        alone=lambda whole, shorten, planned: stand_alone(
+            whole, _stack_of(whole) if shorten else None, {one.name: str(one.style) for one in planned}
+        ),
         share=_from_rank_zero,
         is_first=mesh.rank == 0,
         pricing=_pricing(config, mesh, dtype),
@@ -221,9 +222,7 @@ def check_module(
     """
     names = ModuleNames.record(module)
     plan_reading(module, names, record_blueprints(module), load_from or {}, load_except)
-    given = given_plan(config.sharding_plan)
-    if given is not None and layout.tensor > 1:
-        resolve(given, module, strict=True)
+    check_written_plan(module, config.sharding_plan, layout.tensor)
     if layout.pipeline > 1:
         placement = placement_of(config.pipeline_schedule, layout.pipeline, config.chunks)
         plan_stages(module, placement, stack=config.pipeline_blocks, split=config.pipeline_split, keep=keep)

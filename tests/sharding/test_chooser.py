@@ -150,7 +150,7 @@ def asked(module: nn.Module, batch: Any) -> Any:
         "auto",
         2,
         runs=lambda m: "no samples" if batch is None else runs_of_step("training_step", batch),
-        alone=lambda m, shorten: stand_alone(m, "blocks" if shorten else None),
+        alone=lambda m, shorten, planned: stand_alone(m, "blocks" if shorten else None),
         share=lambda value: value,
         is_first=True,
     )
@@ -275,9 +275,10 @@ def test_a_module_that_cannot_be_copied_or_traced_stays_whole() -> None:
             x = self.table(batch)
             return torch.func.vmap(self.blocks[0].up)(x).square().mean()
 
-    for module in (Locked(), Mapped()):
-        choice = asked(module, tokens())
-        assert choice.notes, type(module).__name__
+    assert "cannot pickle" in asked(Locked(), tokens()).notes[0]
+    choice = asked(Mapped(), tokens())
+    assert {a.path for a in choice.assignments} == {"table"}, "what runs outside of the map is cut all the same"
+    assert choice.whole["blocks.*.up"] == "called inside torch.func.vmap"
 
 
 def test_a_small_module_is_judged_with_all_its_blocks() -> None:

@@ -11,10 +11,11 @@ from torch import nn
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.sharding.by_plan import apply_assignments
-from lightning_megapar.sharding.choice import PlanChoice, choose_plan, given_plan, plan_rows, print_plan, stage_part
+from lightning_megapar.sharding.choice import PlanChoice, choose_plan, given_plan
 from lightning_megapar.sharding.chooser.trial import TrialRanks, _Meeting, try_assignments
 from lightning_megapar.sharding.names import starred
 from lightning_megapar.sharding.plan import ShardingPlan, Style, resolve
+from lightning_megapar.sharding.table import plan_rows, print_plan, stage_part
 from lightning_megapar.sharding.transformers_plan import transformers_plan
 from lightning_megapar.shards import own_shards
 
@@ -85,11 +86,22 @@ def test_the_longest_pattern_counts_and_stars_are_one_part() -> None:
         ({"q_proj": "packed_colwise:parts=3"}, r"q_proj.*3 equal parts do not fit a width of 8"),
         ({"q_proj": "packed_colwise:parts=4+3"}, r"parts 4\+3 do not add up to 8"),
         ({"q_proj": "packed_colwise:part=3"}, r"unknown option 'part'; did you mean 'parts'"),
-        ({"q_proj": "packed_colwise:parts=0"}, r"'parts' takes a number or widths"),
+        (
+            {"q_proj": "packed_colwise:parts=0"},
+            r"'parts' takes a positive integer or positive widths.*as in packed_colwise:parts=3",
+        ),
         ({"q_proj": "packed_colwise:parts=2,parts=2"}, r"given twice"),
         ({"q_proj": "colwise:foo=1"}, r"unknown option 'foo' \(options: unit, inner\)"),
-        ({"q_proj": "rowwise:unit"}, r"'unit' takes a number"),
+        ({"q_proj": "rowwise:unit"}, r"'unit' takes a positive integer, as in rowwise:unit=64"),
         ({"q_proj": "colwise:inner=1"}, r"'inner' takes no value"),
+        ({"q_proj": "rowwise:unit=0"}, r"unit='0', but 'unit' takes a positive integer"),
+        ({"q_proj": "packed_colwise:parts=4+3"}, r"they make 7\); nearest valid: parts=4\+4, or equal parts"),
+        ({"q_proj": "packed_colwise:parts=3"}, r"nearest valid numbers of equal parts: 2, 4"),
+        ({"q_proj.weight": "split"}, r"split lacks its option 'dim', a dimension.*: split:dim=1"),
+        ({"q_proj.weight": "split:dim=-1"}, r"dim='-1', but 'dim' takes a dimension, 0 or a positive"),
+        ({"q_proj": "local_arguments"}, r"lacks its option 'heads', a positive integer"),
+        ({"q_proj": "local_attributes"}, r"names no attribute.*local_attributes:num_heads"),
+        ({"q_proj": "local_attributes:heads=4"}, r"heads='4', but attributes are named without a value"),
         ({"q_proj": 3}, r"'q_proj'.*3 is a int"),
     ],
 )
@@ -205,7 +217,9 @@ def test_a_rank_that_fails_in_a_trial_ends_all_of_them() -> None:
 def test_first_hit_wins() -> None:
     def chosen(module: nn.Module, setting: Any) -> list[str]:
         never = lambda *_: pytest.fail("the chooser was asked")  # noqa: E731
-        choice = choose_plan(module, setting, 2, runs=never, alone=never, share=lambda x: x, is_first=True)
+        choice = choose_plan(
+            module, setting, 2, runs=lambda m: "no samples", alone=never, share=lambda x: x, is_first=True
+        )
         return [a.why for a in choice.assignments]
 
     class Own(Attention):
@@ -251,7 +265,7 @@ def test_the_table_speaks_of_every_stage(capsys: pytest.CaptureFixture[str]) -> 
     tied = {"table": "embedding_rowwise", "head": "colwise_gather_output"}
     plan = {**tied, "q_proj": "colwise", "blocks.*.o_proj": "rowwise"}
     never = lambda *_: pytest.fail("the chooser was asked")  # noqa: E731
-    choice = choose_plan(Whole(), plan, 2, runs=never, alone=never, share=lambda x: x, is_first=True)
+    choice = choose_plan(Whole(), plan, 2, runs=lambda m: "no samples", alone=never, share=lambda x: x, is_first=True)
     parts = []
     for gone in (["blocks.2", "head"], ["table", "blocks.0", "blocks.1"]):
         stage: Any = Whole()
@@ -275,6 +289,6 @@ def test_the_table_speaks_of_every_stage(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_options_are_numbers_where_they_must_be() -> None:
-    with pytest.raises(ConfigError, match="unit='two', but 'unit' takes a number"):
+    with pytest.raises(ConfigError, match="unit='two', but 'unit' takes a positive integer"):
         Style.parse("colwise:unit=two")
     assert str(Style.parse(" packed_colwise: parts=3 , inner ")) == "packed_colwise:parts=3,inner"

@@ -13,10 +13,11 @@ from zoo import architectures as zoo
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.sharding.by_plan import apply_assignments
-from lightning_megapar.sharding.choice import PlanChoice, choose_plan, plan_rows, stage_part
+from lightning_megapar.sharding.choice import PlanChoice, choose_plan
 from lightning_megapar.sharding.chooser.choose import Choice, choose
 from lightning_megapar.sharding.chooser.trial import TrialRanks, _Meeting, try_assignments
 from lightning_megapar.sharding.plan import ShardingPlan, resolve
+from lightning_megapar.sharding.table import plan_rows, stage_part
 from lightning_megapar.sharding.transformers_plan import PROVEN, PROVEN_WITH, _type_of, transformers_plan
 
 LITTLE_CUT = {"mamba": 0.4, "xlm": 0.5, "rwkv": 0.3, "zamba2": 0.3, "recurrent_gemma": 0.5, "cpmant": 0.8, "jamba": 0.5}
@@ -111,7 +112,7 @@ def test_a_proven_plan_is_used_as_it_is_unless_it_leaves_much() -> None:
         model = zoo.build(zoo.architectures()[name])
         calls = []
         no_samples = lambda module: calls.append(name) or "no samples"  # noqa: E731
-        whole = lambda module, shorten: copy.deepcopy(module)  # noqa: E731
+        whole = lambda module, shorten, planned: copy.deepcopy(module)  # noqa: E731
         choice = choose_plan(
             model,
             "auto",

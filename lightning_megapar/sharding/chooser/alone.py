@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -49,19 +50,29 @@ _COLLECTIVES = (
 )
 
 
-def stand_alone(module: nn.Module, stack: str | None) -> nn.Module:
+def stand_alone(module: nn.Module, stack: str | None, styles: Mapping[str, str] | None = None) -> nn.Module:
     """A copy of ``module`` on the CPU with real values, whose stack keeps one block of each kind.
 
     Args:
         module: whole, real or meta. It is not changed.
         stack: dotted name of the stack of blocks, ``None`` where there is none.
+        styles: dotted name -> style of a plan: blocks that it treats differently are of different kinds.
     """
     memo: dict[int, Any] = {}
+    for child in module.modules():
+        for value in vars(child).values():
+            # Kept from an earlier forward (weight_norm's weight, a state): only leaves can be copied.
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
     dropped: list[str] = []
     if stack is not None:
         seen: set[Any] = set()
         for index, (name, block) in enumerate(module.get_submodule(stack).named_children()):
-            kind = _kind_of(block, index)
+            around = f"{stack}.{name}"
+            own = {
+                n.removeprefix(around): style for n, style in (styles or {}).items() if f"{n}.".startswith(around + ".")
+            }
+            kind = (_kind_of(block, index), tuple(sorted(own.items())))
             if kind in seen:
                 dropped.append(name)
                 memo[id(block)] = nn.Identity()  # not worth copying
@@ -158,6 +169,17 @@ def _run_of(step: str, batch: Any) -> Run:
         return torch.stack([t.float().square().mean() for t in found]).sum() if found else torch.zeros(())
 
     return run
+
+
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """Around trials: collectives are refused, and nothing is compiled.
+
+    Not to be entered by several threads.
+    """
+    compiles = "torch._dynamo" in sys.modules  # else nothing can have been compiled
+    with no_collectives(), torch.compiler.set_stance("force_eager") if compiles else nullcontext():
+        yield
 
 
 @contextmanager

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.data_parallel.parameters import ModuleNames
+from lightning_megapar.sharding.chooser.bench import Bench
 from lightning_megapar.sharding.chooser.hypotheses import (
     Hypothesis,
     by_price,
@@ -26,20 +25,19 @@ from lightning_megapar.sharding.chooser.hypotheses import (
     of_experts,
     of_pair,
     owner_of,
+    why_not_by_heads,
 )
+from lightning_megapar.sharding.chooser.judge import with_addends
 from lightning_megapar.sharding.chooser.pricing import Price, Pricing
+from lightning_megapar.sharding.chooser.reasons import compiled_parts, why_whole
 from lightning_megapar.sharding.chooser.survey import Pair, Survey, survey
-from lightning_megapar.sharding.chooser.trial import Run, Verdict, gradients_of, perturb, try_assignments
+from lightning_megapar.sharding.chooser.trial import Run, Verdict
 from lightning_megapar.sharding.names import BlockNames
-from lightning_megapar.sharding.plan import Rule, ShardingPlan, Style, resolve
-from lightning_megapar.sharding.styles import is_linear, widths
+from lightning_megapar.sharding.plan import ShardingPlan, resolve
+from lightning_megapar.sharding.styles import widths
 
-TOLERANCE = 1e-4
-"""Largest difference of a gradient over its largest magnitude, in float32; a wrong layout is off by 1e-2 to 1."""
 SMALLEST_TABLE = 0.02
 """Share of all parameters below which an embedding stays whole: a look-up less is worth more than its rows."""
-LARGEST_DOUBLE = 5_000_000
-"""Parameters up to which trials are made in float64."""
 PATIENCE = 120.0
 """Seconds after which what was not tried yet stays whole."""
 SMALLEST_LINEAR = 256
@@ -54,13 +52,15 @@ class Found:
         kind: starred name of its first layer.
         how: the hypothesis, or ``"whole"``.
         trials: how many were tried.
-        reason: of the last one that failed, when nothing fitted.
+        reason: why nothing fitted, or nothing better than to gather.
+        members: starred names of all its layers.
     """
 
     kind: str
     how: str
     trials: int
     reason: str = ""
+    members: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,35 +71,22 @@ class Choice:
         plan: rules of a plan that was given, and of what was found.
         found: per kind of layers what was chosen.
         verdict: of the plan as a whole, on the last batch.
+        whole: starred name -> why the plan leaves this module whole.
     """
 
     plan: ShardingPlan
     found: tuple[Found, ...]
     verdict: Verdict
+    whole: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass
-class _Bench:
-    """A copy of the module with perturbed weights, and what the whole one computes on each batch."""
+@dataclass(frozen=True)
+class _Candidate:
+    """Layers of one kind, how they might be cut, and why they cannot be cut inside where that is known."""
 
-    module: nn.Module
-    size: int
-    runs: Sequence[Run]
-    tolerance: float
-    references: list[tuple[Tensor, dict[str, Tensor]]] = field(default_factory=list)
-
-    def judge(self, plan: ShardingPlan, batch: int = 0) -> tuple[Verdict | None, str]:
-        """The verdict on a plan, and why it is none."""
-        try:
-            assignments = resolve(plan, self.module, strict=False)
-            reference = self.references[batch]
-            verdict = try_assignments(self.module, assignments, self.size, self.runs[batch], reference=reference)
-        except Exception as error:  # somebody's forward may raise anything when a layout is wrong
-            return None, f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-        if verdict.exact(self.tolerance):
-            return verdict, ""
-        name = max(verdict.errors, key=lambda n: verdict.errors[n], default="loss")
-        return None, f"off by {verdict.worst:.1e} ({name})"
+    members: tuple[str, ...]
+    hypotheses: Iterable[Hypothesis]
+    hint: str = ""
 
 
 def choose(
@@ -109,7 +96,6 @@ def choose(
     *,
     planned: ShardingPlan | None = None,
     pricing: Pricing | None = None,
-    tolerance: float = TOLERANCE,
     patience: float = PATIENCE,
 ) -> Choice:
     """Find and prove a plan.
@@ -122,54 +108,57 @@ def choose(
         planned: rules that are used first. One that is not exact is dropped as a whole, and the chooser does its work.
         pricing: of layouts in seconds: of those that are exact the cheapest is taken, which may be to cut nothing. By
             default what can be cut is cut, the usual reason being memory.
-        tolerance: see :data:`TOLERANCE`.
         patience: seconds; see :data:`PATIENCE`.
 
     Raises:
         ConfigError: when the module itself cannot be run on the batches.
     """
     end = time.monotonic() + patience
-    bench = _bench(module, size, runs, tolerance)
+    bench = Bench.of(module, size, runs)
     plan = planned or ShardingPlan()
     found: list[Found] = []
     if plan.rules:
         verdict, reason = bench.judge(plan)
-        plan = _with_addends(plan, verdict, bench.module) if verdict is not None else ShardingPlan()
+        plan = with_addends(plan, verdict.partial, bench.module) if verdict is not None else ShardingPlan()
         found.append(Found("(plan)", plan.rules[0].why if plan.rules else "dropped", 1, reason))
     skip = {a.path for a in resolve(plan, bench.module, strict=False)} if plan.rules else set()
+    compiled = compiled_parts(bench.module)
     # A copy: some modules change in their first run (BigBird chooses its attention by the length of what it sees), and
     # trials must start from what the ranks will start from.
     traced = copy.deepcopy(bench.module)
-    seen = survey(traced, runs[0], skip)
+    seen = survey(traced, bench.in_its_arithmetic(runs[0]), skip | compiled)
     held = dict(traced.named_modules())
     star = BlockNames(held).star
-    candidates: list[tuple[str, Iterable[Hypothesis]]] = []
+    candidates: list[_Candidate] = []
     for kind, pairs in seen.pairs.items():
         layouts = of_pair(pairs[0], held, seen.arguments)
         price = None if pricing is None else _price_of_pair(pricing, pairs[0], held, seen)
         if price is not None and not price.styles:
-            found.append(Found(kind[0], "whole", 0, f"cheapest: {price.describe()}"))
+            found.append(Found(kind[0], "whole", 0, f"cheapest: {price.describe()}", kind))
             continue
-        candidates.append((kind[0], layouts if price is None else by_price(price, layouts, star)))
-    for name, paths in expert_modules(bench.module, skip, star).items():
-        candidates.append((name, of_experts(paths[0], held[paths[0]], star)))
-    tables = list(of_embeddings(bench.module, seen, skip, SMALLEST_TABLE))
+        ordered = layouts if price is None else by_price(price, layouts, star)
+        candidates.append(_Candidate(kind, ordered, why_not_by_heads(pairs[0], held, size)))
+    for name, paths in expert_modules(bench.module, skip | compiled, star).items():
+        candidates.append(_Candidate((name,), of_experts(paths[0], held[paths[0]], star)))
+    tables = list(of_embeddings(bench.module, seen, skip | compiled, SMALLEST_TABLE))
     tied = {pattern for _, hypothesis in tables for pattern in hypothesis.rules}
     for name, paths in seen.singles.items():
         weight = held[paths[0]]._parameters["weight"]
-        if name not in tied and is_linear(held[paths[0]]) and weight is not None and weight.numel() >= SMALLEST_LINEAR:
+        if name not in tied and weight is not None and weight.numel() >= SMALLEST_LINEAR:
             shape = next(iter(seen.arguments.get(paths[0], [])), ())
             price = None if pricing is None or not shape else pricing.single(paths[0], widths(held[paths[0]]), shape)
             if price is not None and not price.styles:
-                found.append(Found(name, "whole", 0, f"cheapest: {price.describe()}"))
+                found.append(Found(name, "whole", 0, f"cheapest: {price.describe()}", (name,)))
                 continue
-            candidates.append((name, [Hypothesis("gathered", {name: "colwise_gather_output"})]))
-    candidates += [(name, [hypothesis]) for name, hypothesis in tables]
-    for kind_name, hypotheses in candidates:
-        plan, one = _first_exact(bench, plan, kind_name, hypotheses, end)
+            gathered = [Hypothesis("gathered", {name: "colwise_gather_output"})]
+            candidates.append(_Candidate((name,), gathered, "no layer follows that takes pieces"))
+    candidates += [_Candidate(tuple(hypothesis.rules), [hypothesis]) for _, hypothesis in tables]
+    for candidate in candidates:
+        plan, one = _first_exact(bench, plan, candidate, end)
         found.append(one)
     plan, verdict = _proven(bench, plan, found)
-    return Choice(plan, tuple(found), verdict)
+    told = {name: one.reason for one in found if one.how in ("whole", "dropped") for name in one.members}
+    return Choice(plan, tuple(found), verdict, why_whole(bench.module, plan, seen, told))
 
 
 def _price_of_pair(pricing: Pricing, pair: Pair, held: dict[str, nn.Module], seen: Survey) -> Price | None:
@@ -183,67 +172,36 @@ def _price_of_pair(pricing: Pricing, pair: Pair, held: dict[str, nn.Module], see
     return pricing.pair(columns, pair.row, widths(held[pair.row]), shape, heads)
 
 
-def _bench(module: nn.Module, size: int, runs: Sequence[Run], tolerance: float) -> _Bench:
-    twin = copy.deepcopy(module)
-    perturb(twin)
-    small = sum(p.numel() for p in twin.parameters()) <= LARGEST_DOUBLE
-    bench = None
-    try:
-        # Rounding must not decide on which side of a kink a value falls.
-        if small:
-            bench = _references(copy.deepcopy(twin).double(), size, runs, tolerance / 10)
-    except Exception:  # a forward that computes in float32 whatever it is given
-        pass
-    try:
-        bench = bench or _references(twin, size, runs, tolerance)
-    except Exception as error:
-        raise ConfigError(
-            f"{type(module).__name__} cannot be run by itself, which the choice of a sharding needs "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); give sharding_plan={{...}}, or 'off'"
-        ) from error
-    for loss, _ in bench.references:
-        if not torch.isfinite(loss):
-            raise ConfigError(f"{type(module).__name__} has a loss of {float(loss)} with perturbed weights")
-    return bench
-
-
-def _references(twin: nn.Module, size: int, runs: Sequence[Run], tolerance: float) -> _Bench:
-    names = ModuleNames.record(twin)
-    return _Bench(twin, size, runs, tolerance, [gradients_of(copy.deepcopy(twin), run, names) for run in runs])
-
-
-def _first_exact(
-    bench: _Bench, plan: ShardingPlan, kind: str, hypotheses: Iterable[Hypothesis], end: float
-) -> tuple[ShardingPlan, Found]:
+def _first_exact(bench: Bench, plan: ShardingPlan, candidate: _Candidate, end: float) -> tuple[ShardingPlan, Found]:
     """The plan with the first hypothesis that is exact together with what it holds already."""
-    trials, reason = 0, ""
-    for hypothesis in hypotheses:
+    kind, members = candidate.members[0], candidate.members
+    trials, reasons = 0, []
+    for hypothesis in candidate.hypotheses:
         if time.monotonic() > end:
-            reason = f"time was over after {trials} trials"
+            reasons = [f"time was over after {trials} trials"]
             break
         trials += 1
+        why, reason = f"chooser: {hypothesis.name}", ""
+        if hypothesis.name == "gathered":
+            reason = candidate.hint or (f"cut inside it is not exact: {reasons[0]}" if reasons else "")
+            why += f" ({reason})" if reason else ""
         try:
-            more = ShardingPlan.from_mapping(hypothesis.rules, f"chooser: {hypothesis.name}")
-            candidate = plan + more
+            more = ShardingPlan.from_mapping(hypothesis.rules, why)
+            tried = plan + more
         except ConfigError as error:  # a module that has a rule already
-            reason = str(error)
+            reasons.append(str(error))
             continue
-        verdict, reason = bench.judge(candidate)
+        verdict, failed = bench.judge(tried)
         if verdict is not None:
-            return _with_addends(candidate, verdict, bench.module), Found(kind, hypothesis.name, trials)
-    return plan, Found(kind, "whole", trials, reason)
+            exact = with_addends(tried, verdict.partial, bench.module)
+            return exact, Found(kind, hypothesis.name, trials, reason, members)
+        reasons.append(failed)
+    # The first layout is the likeliest one; the last collects its outputs.
+    known = [candidate.hint, *dict.fromkeys([*reasons[:1], *reasons[-1:]])]
+    return plan, Found(kind, "whole", trials, "; ".join(filter(None, known)), members)
 
 
-def _with_addends(plan: ShardingPlan, verdict: Verdict, module: nn.Module) -> ShardingPlan:
-    """Name what turned out to be used inside the sharded region."""
-    star = BlockNames(dict(module.named_modules())).star
-    rules = dict.fromkeys(map(star, verdict.partial))
-    known = {rule.pattern for rule in plan.rules}
-    style = Style("replicated_with_grad_allreduce")
-    return plan + ShardingPlan(tuple(Rule(n, style, "found by its gradient") for n in rules if n not in known))
-
-
-def _proven(bench: _Bench, plan: ShardingPlan, found: list[Found]) -> tuple[ShardingPlan, Verdict]:
+def _proven(bench: Bench, plan: ShardingPlan, found: list[Found]) -> tuple[ShardingPlan, Verdict]:
     """Judge on batches that chose nothing; what fails there leaves, last choice first."""
     sources = list(dict.fromkeys(rule.why for rule in plan.rules))
     while True:
@@ -256,5 +214,6 @@ def _proven(bench: _Bench, plan: ShardingPlan, found: list[Found]) -> tuple[Shar
         if not sources:
             raise ConfigError(f"its own gradients differ from run to run ({failed}), so that no layout can be judged")
         why = sources.pop()
+        dropped = tuple(rule.pattern for rule in plan.rules if rule.why == why)
         plan = ShardingPlan(tuple(rule for rule in plan.rules if rule.why != why))
-        found.append(Found(why, "dropped", 1, f"on another batch: {failed}"))
+        found.append(Found(why, "dropped", 1, f"on another batch: {failed}", dropped))

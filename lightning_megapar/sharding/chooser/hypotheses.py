@@ -85,6 +85,18 @@ def owner_of(pair: Pair, held: dict[str, nn.Module]) -> Owner:
     return Owner(path, held[path], {}, head_width(held[path]))
 
 
+def why_not_by_heads(pair: Pair, held: dict[str, nn.Module], size: int) -> str:
+    """What is known without a trial: heads that the ranks do not divide, or that no attribute counts; or ``""``."""
+    owner = owner_of(pair, held)
+    heads = owner.heads(pair.inner_width)
+    kind = type(owner.module).__name__
+    if heads and heads % size:
+        return f"the {heads} heads of {kind} are not divisible by {size} tensor ranks"
+    if not heads and any(out > pair.inner_width for out in pair.outputs):
+        return f"{kind} has no attribute that counts heads: its forward takes them from the width of its input"
+    return ""
+
+
 def of_pair(
     pair: Pair, held: dict[str, nn.Module], arguments: dict[str, list[tuple[int, ...]]]
 ) -> Iterator[Hypothesis]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_megapar.layers.base import ParallelLayer
 from lightning_megapar.sharding.names import BlockNames
-from lightning_megapar.sharding.styles import is_linear, widths
+from lightning_megapar.sharding.styles import is_linear, is_plain_linear, widths
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,14 @@ class Survey:
         singles: starred name -> linear layers that are in no pair.
         arguments: dotted name -> shapes of the tensors that a module was called with, first call.
         called: modules that ran at all.
+        mapped: modules that ran on tensors without storage, inside ``torch.func.vmap``.
     """
 
     pairs: dict[tuple[str, ...], list[Pair]]
     singles: dict[str, list[str]]
     arguments: dict[str, list[tuple[int, ...]]]
     called: frozenset[str]
+    mapped: frozenset[str] = frozenset()
 
 
 def survey(module: nn.Module, run: Callable[[nn.Module], Any], skip: set[str]) -> Survey:
@@ -73,6 +75,7 @@ def survey(module: nn.Module, run: Callable[[nn.Module], Any], skip: set[str]) -
     calls: list[tuple[str, int]] = []
     arguments: dict[str, list[tuple[int, ...]]] = {}
     called: set[str] = set()
+    mapped: set[str] = set()
     handles = []
 
     def watch(name: str) -> Callable[..., None]:
@@ -80,9 +83,11 @@ def survey(module: nn.Module, run: Callable[[nn.Module], Any], skip: set[str]) -
             tensors = [t for t in [*args, *kwargs.values()] if isinstance(t, Tensor)]
             arguments.setdefault(name, [tuple(t.shape) for t in tensors])
             called.add(name)
-            if tensors and child._parameters:
+            if any(_storage_of(t) is None for t in tensors):
+                mapped.add(name)
+            if tensors and child._parameters and (storage := _storage_of(tensors[0])) is not None:
                 kept.append(tensors[0])
-                calls.append((name, tensors[0].untyped_storage().data_ptr()))
+                calls.append((name, storage))
 
         return before
 
@@ -97,7 +102,7 @@ def survey(module: nn.Module, run: Callable[[nn.Module], Any], skip: set[str]) -
     order = [
         (i, name, storage)
         for i, (name, storage) in enumerate(calls)
-        if is_linear(held[name]) and name not in skip and not isinstance(held[name], ParallelLayer)
+        if is_plain_linear(held[name]) and name not in skip and not isinstance(held[name], ParallelLayer)
     ]
     width = {name: widths(held[name]) for _, name, _ in order}
     pairs = _low_rank(order, width)
@@ -114,7 +119,15 @@ def survey(module: nn.Module, run: Callable[[nn.Module], Any], skip: set[str]) -
     for _, name, _ in order:
         if name not in taken and name not in singles.setdefault(star(name), []):
             singles[star(name)].append(name)
-    return Survey(kinds, singles, arguments, frozenset(called))
+    return Survey(kinds, singles, arguments, frozenset(called), frozenset(mapped))
+
+
+def _storage_of(tensor: Tensor) -> int | None:
+    """Where a tensor's values lie; ``None`` for one that has no storage of its own (inside ``torch.func.vmap``)."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 Ordered = list[tuple[int, str, int]]

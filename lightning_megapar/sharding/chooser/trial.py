@@ -20,6 +20,7 @@ from lightning_megapar.data_parallel.parameters import ModuleNames
 from lightning_megapar.generators import generator_states, set_generator_states
 from lightning_megapar.layers.collectives import Pending, TensorRanks
 from lightning_megapar.sharding.by_plan import apply_assignments
+from lightning_megapar.sharding.chooser.arithmetic import Arithmetic
 from lightning_megapar.sharding.plan import Assignment
 from lightning_megapar.sharding.styles import StyledModule
 from lightning_megapar.shards import own_addends, own_shards
@@ -103,6 +104,11 @@ class TrialRanks(TensorRanks):
     meeting: Any = None
     sequence_parallel = False
 
+    @classmethod
+    def alone(cls, size: int) -> TrialRanks:
+        """The first of ``size`` ranks, to cut something without running it."""
+        return cls(_Meeting(size), 0)
+
     def all_reduce(self, x: Tensor) -> Pending:
         total = torch.stack(self.meeting.exchange(self.rank, x.detach().clone())).sum(0)
         with torch.no_grad():
@@ -159,11 +165,19 @@ class Verdict:
         loss_error: largest relative difference of a rank's loss.
         errors: canonical parameter name -> largest difference of its gathered gradient over its largest magnitude.
         partial: whole parameters whose gradients differ between ranks without being named as addends.
+        needless: parameters that are named as addends and whose gradient is whole on every rank: the sum is too large.
     """
 
     loss_error: float
     errors: dict[str, float] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
+    needless: tuple[str, ...] = ()
+
+    @property
+    def worst_name(self) -> str:
+        """Parameter whose gradient is furthest off, or ``"loss"``."""
+        name = max(self.errors, key=lambda n: self.errors[n], default="loss")
+        return name if self.errors.get(name, 0.0) >= self.loss_error else "loss"
 
     @property
     def worst(self) -> float:
@@ -173,10 +187,19 @@ class Verdict:
         return self.worst <= tolerance
 
 
-def gradients_of(module: nn.Module, run: Run, names: ModuleNames) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and the gradients by canonical name (those of unused parameters are left out)."""
-    loss = run(module)
-    loss.backward()
+def gradients_of(
+    module: nn.Module, run: Run, names: ModuleNames, arithmetic: Arithmetic | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and the gradients by canonical name (those of unused parameters are left out).
+
+    Args:
+        module, run: what is run.
+        names: of the whole module.
+        arithmetic: in which it is run; by default that of the module, without dropout.
+    """
+    with arithmetic or Arithmetic.of(module):
+        loss = run(module)
+        loss.backward()
     found: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.grad is not None:
@@ -192,6 +215,7 @@ def try_assignments(
     *,
     sum_partial: bool = True,
     reference: tuple[Tensor, dict[str, Tensor]] | None = None,
+    tolerance: float = 1e-5,
 ) -> Verdict:
     """Compare ``module`` sharded over ``size`` ranks with the whole one.
 
@@ -203,6 +227,7 @@ def try_assignments(
         sum_partial: gradients that turn out to be addends are summed before they are compared (and named in the
             verdict).
         reference: loss and gradients of the whole module, when they are known.
+        tolerance: difference between ranks from which whole gradients count as addends.
 
     Raises:
         ConfigError: assignments that cannot be applied at this size.
@@ -223,8 +248,8 @@ def try_assignments(
     results = play(meeting, part)
     scale = float(loss.abs()) or 1.0
     loss_error = max(float((one - loss).abs()) / scale for one, _ in results)
-    errors, partial = _compare(copies, [found for _, found in results], expected, names, sum_partial)
-    return Verdict(loss_error, errors, tuple(partial))
+    found = [one for _, one in results]
+    return _compare(copies, found, expected, names, sum_partial, tolerance, loss_error)
 
 
 def _compare(
@@ -233,7 +258,9 @@ def _compare(
     expected: dict[str, Tensor],
     names: ModuleNames,
     sum_partial: bool,
-) -> tuple[dict[str, float], list[str]]:
+    tolerance: float,
+    loss_error: float,
+) -> Verdict:
     shards: dict[str, Any] = {}
     addends: set[str] = set()
     for path, child in copies[0].named_modules():
@@ -245,6 +272,7 @@ def _compare(
     largest = max((float(g.abs().max()) for g in expected.values() if g.numel()), default=0.0)
     errors: dict[str, float] = {}
     partial: list[str] = []
+    needless: list[str] = []
     for name, whole in expected.items():
         floor = float(whole.abs().max()) + 1e-3 * largest if whole.numel() else 1.0
         pieces = [one.get(name) for one in found]
@@ -264,7 +292,10 @@ def _compare(
         spread = max(_difference(piece, present[0]) for piece in present)
         if name in addends:
             errors[name] = _difference(torch.stack(present).sum(0), whole) / floor
-        elif spread > 1e-5 * floor:
+            same = max(spread, _difference(present[0], whole)) <= tolerance * floor
+            if same and errors[name] > tolerance:
+                needless.append(name)
+        elif spread > tolerance * floor:
             partial.append(name)
             value = torch.stack(present).sum(0) if sum_partial else present[0]
             errors[name] = _difference(value, whole) / floor
@@ -272,7 +303,7 @@ def _compare(
             errors[name] = _difference(present[0], whole) / floor
     unexpected = {name for one in found for name in one} - set(expected)
     errors.update({name: float("inf") for name in unexpected})
-    return errors, partial
+    return Verdict(loss_error, errors, tuple(partial), tuple(needless))
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
