@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import warnings
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}),
 }
 """Name -> number of ranks, arguments of the strategy."""
+REFUSAL = re.compile(r"^lightning_megapar\.[\w.]+\.(?:ConfigError|StageError|FirstStepError): (.*)$", re.MULTILINE)
+"""Last line of a rank's traceback."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,13 @@ class Gradients(Callback):
 
 
 def train_one(name: str, hidden: int, layout: str, timeout: float = SLOW_CHOICE) -> Outcome:
-    """One step of one class on this rank; rank 0 judges, the others say what they hold."""
-    from lightning_megapar import ConfigError, MegaParStrategy
-    from lightning_megapar.pipeline.cut import StageError
+    """One step of one class on this rank; rank 0 judges, the others say what they hold.
+
+    Raises:
+        ConfigError, StageError: what is refused. Not every rank needs to raise it: peers inside of a tensor-parallel
+            collective end when this one has ended.
+    """
+    from lightning_megapar import MegaParStrategy
 
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
@@ -129,10 +136,7 @@ def train_one(name: str, hidden: int, layout: str, timeout: float = SLOW_CHOICE)
     )
     total = sum(p.numel() for p in expected.model.parameters())
     outcome = Outcome("exact", precision="float64" if double else "float32")
-    try:
-        trainer.fit(Wrapped(expected.model), DataLoader(TensorDataset(ids), batch_size=ROWS))
-    except (ConfigError, StageError) as error:
-        return replace(outcome, kind="refused", reason=str(error), seconds=time.monotonic() - start)
+    trainer.fit(Wrapped(expected.model), DataLoader(TensorDataset(ids), batch_size=ROWS))
     outcome = replace(outcome, held=gradients.numel / total, seconds=time.monotonic() - start)
     return judged(outcome, gradients, expected) if trainer.global_rank == 0 else outcome
 
@@ -171,6 +175,9 @@ def outcomes(pool: RankPool, names: Sequence[str], hidden: int, layout: str, pat
         ranks = pool.run(train, world, names, hidden, layout, mode="trainer", timeout=patience * len(names))
     except RankError as error:
         if len(names) == 1:
+            refusal = REFUSAL.search(str(error))
+            if refusal and "did not answer" not in str(error):
+                return {names[0]: Outcome("refused", reason=refusal[1])}
             return {names[0]: Outcome("crash", reason=str(error)[-3000:])}
         return {name: one for each in names for name, one in outcomes(pool, [each], hidden, layout, patience).items()}
     return {name: _of_all([found[name] for found in ranks]) for name in names}

@@ -258,7 +258,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "vision_config": {**_VISION, "crop_size": 16, "image_token_id": VOCABULARY - 1},
         "audio_config": {
             **_AUDIO,
-            "num_blocks": 2,
+            "num_blocks": 1,
             **dict.fromkeys(("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"), 32),
             "input_size": 16,
             "audio_token_id": VOCABULARY - 2,

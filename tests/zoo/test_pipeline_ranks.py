@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from pool import RankPool
+from pool import RankError, RankPool
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from zoo.on_ranks import QUIET, Gradients, train
+from zoo.on_ranks import QUIET, REFUSAL, Gradients, outcomes, train
 from zoo.trial import largest_difference, perturbed
 
 pytest.importorskip("transformers")
@@ -83,5 +83,12 @@ def test_models_of_other_kinds_on_ranks(pool: RankPool) -> None:
 
 
 def test_a_refusal_reaches_every_rank(pool: RankPool) -> None:
-    for found in pool.run(train, 2, ["reformer"], 32, "pp2", mode="trainer"):
-        assert found["reformer"].kind == "refused" and "autograd function" in found["reformer"].reason
+    with pytest.raises(RankError) as raised:
+        pool.run(train, 2, ["reformer"], 32, "pp2", mode="trainer")
+    reasons = [REFUSAL.search(text) for text in str(raised.value).split("--- rank 1 ---")]
+    assert len(reasons) == 2 and all(reason and "autograd function" in reason[1] for reason in reasons)
+
+
+def test_a_refusal_under_tensor_ranks_is_told_as_one(pool: RankPool) -> None:
+    outcome = outcomes(pool, ["reformer"], 32, "tp2_pp2", 60.0)["reformer"]
+    assert outcome.kind == "refused" and "autograd function" in outcome.reason
