@@ -218,6 +218,17 @@ def _refuse_calls(path: str, names: Sequence[str], survey: Survey) -> None:
         )
 
 
+def _seen_place(survey: Survey, name: str) -> str | None:
+    """Where a run of the step showed a module to be needed.
+
+    Every stage runs the whole step, and a stand-in answers for the module, not for its parts. What the step calls both
+    as a whole and by a part of it is therefore kept everywhere, unless no stage but the last gets there.
+    """
+    place = survey.place(name)
+    by_parts = any(other.startswith(f"{name}.") for other in survey.called)
+    return "all" if by_parts and place == "first" else place
+
+
 def plan_stages(
     module: nn.Module,
     pipeline: int | Sequence[Sequence[int]],
@@ -252,7 +263,7 @@ def plan_stages(
     outside = {}
     for name, place in outside_of(module, path, survey).items():
         if name not in taken:
-            outside[name] = (survey.place(name) if survey is not None else None) or place
+            outside[name] = (_seen_place(survey, name) if survey is not None else None) or place
     for name, place in (keep or {}).items():
         if place not in PLACES:
             raise ConfigError(f"pipeline_keep[{name!r}]={place!r} is not one of {', '.join(PLACES)}")

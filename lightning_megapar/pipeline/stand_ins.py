@@ -62,6 +62,7 @@ class StandIn(nn.Module):
         answer: what a call returns, from its arguments; may raise. ``None`` for a part of a stand-in, which cannot be
             called.
         is_running: whether a step of the user is running.
+        unit: of a part, the name of the module that is placed on a stage; by default it is ``name``.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class StandIn(nn.Module):
         ledger: Ledger,
         answer: Answer | None,
         is_running: Callable[[], bool] = lambda: False,
+        unit: str = "",
     ) -> None:
         super().__init__()
         mine = vars(self)
@@ -78,7 +80,7 @@ class StandIn(nn.Module):
             if attribute not in _OF_EVERY_MODULE and _is_plain(value):
                 mine[attribute] = value
         tensors = {**original._parameters, **original._buffers}
-        mine["_away_name"], mine["_away_kind"] = name, type(original)
+        mine["_away_name"], mine["_away_kind"], mine["_away_unit"] = name, type(original), unit or name
         mine["_away_ledger"], mine["_away_answer"], mine["_away_running"] = ledger, answer, is_running
         mine["_away_tensors"] = {
             key: None if value is None else torch.empty_like(value, device="meta") for key, value in tensors.items()
@@ -91,7 +93,9 @@ class StandIn(nn.Module):
         mine["_buffers"] = _Elsewhere(tuple(original._buffers), self)
         for key, child in original._modules.items():
             # Registered, so that whoever walks over the modules (to put hooks on them) finds what he would elsewhere.
-            self._modules[key] = None if child is None else _part(f"{name}.{key}", child, ledger, is_running)
+            self._modules[key] = (
+                None if child is None else _part(f"{name}.{key}", child, ledger, is_running, unit or name)
+            )
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # type: ignore[override]
@@ -168,18 +172,18 @@ class StandIn(nn.Module):
             raise StageError(
                 f"module {self._away_name!r} is called on a pipeline stage that does not hold it, other than by the "
                 "module that it belongs to. Call the outer module instead, or keep it on every stage: "
-                f"pipeline_keep={{{self._away_name!r}: 'all'}}"
+                f"pipeline_keep={{{self._away_unit!r}: 'all'}}"
             )
         return self._away_answer(args, kwargs)
 
 
-def _part(name: str, original: nn.Module, ledger: Ledger, is_running: Callable[[], bool]) -> nn.Module:
-    """A submodule of a stand-in, for reading only."""
+def _part(name: str, original: nn.Module, ledger: Ledger, is_running: Callable[[], bool], unit: str) -> nn.Module:
+    """A submodule of the stand-in for ``unit``, for reading only."""
     if type(original) is nn.ModuleList:
-        return nn.ModuleList([_part(f"{name}.{i}", c, ledger, is_running) for i, c in enumerate(original)])
+        return nn.ModuleList([_part(f"{name}.{i}", c, ledger, is_running, unit) for i, c in enumerate(original)])
     if type(original) is nn.ModuleDict:
-        return nn.ModuleDict({k: _part(f"{name}.{k}", c, ledger, is_running) for k, c in original.items()})
-    return StandIn(name, original, ledger, None, is_running)
+        return nn.ModuleDict({k: _part(f"{name}.{k}", c, ledger, is_running, unit) for k, c in original.items()})
+    return StandIn(name, original, ledger, None, is_running, unit)
 
 
 def replace_child(owner: nn.Module, name: str, child: nn.Module) -> None:

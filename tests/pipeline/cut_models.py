@@ -329,3 +329,29 @@ class Objects(Net):
         for layer in self.layers:
             state = layer(state)
         return state.hidden
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(31, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.mix(hidden))
+
+
+class PartCalled(Net):
+    """The step calls a module as a whole and, before that, a part of it by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.embed
+        self.encoder = Encoder()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.body(self.encoder(self.encoder.table(ids))))
+
+    def loss(self) -> Tensor:
+        ids = IDS.to(self.head.weight.device)
+        return nn.functional.cross_entropy(self(ids).flatten(0, 1), ids.flatten())

@@ -18,6 +18,7 @@ from pipeline.cut_models import (
     ObjectBlock,
     Objects,
     OwnedOnThePath,
+    PartCalled,
     ReadOffBlocks,
     Registered,
     SharedDict,
@@ -42,7 +43,7 @@ from lightning_megapar.pipeline.cut import StageError
 EXACT = [
     *(Net, WeightReadElsewhere, Tied, TiedBlocks, NormInTheLoop, BeforeAndAfter, Registered, OwnedOnThePath),
     *(ValueResidual, AllHiddenStates, UShaped, SharedDict, HookedLosses, ReadOffBlocks, SideBySide),
-    *(HeadsOfTheSameNumber, BranchOnAValue, Written, TwoWays, Objects),
+    *(HeadsOfTheSameNumber, BranchOnAValue, Written, TwoWays, Objects, PartCalled),
 ]
 
 
@@ -113,11 +114,11 @@ def test_refused_before_the_first_step(kind: type[Net], message: str) -> None:
         raise StageError(verdict.reason)
 
 
-@pytest.mark.parametrize("kind", [Registered, NormInTheLoop, WeightReadElsewhere])
+@pytest.mark.parametrize("kind", [Registered, NormInTheLoop, WeightReadElsewhere, PartCalled])
 def test_without_a_survey_the_message_says_what_to_keep(kind: type[Net]) -> None:
     module = perturbed(kind())
     played = Stages(module, 2)
-    with pytest.raises(StageError, match=r"pipeline_keep={.(embed|head|norm).: .(last|first|all).}"):
+    with pytest.raises(StageError, match=r"pipeline_keep={.(embed|head|norm|encoder).: .(last|first|all).}"):
         played.rehearse(step)
 
 
@@ -126,6 +127,7 @@ def test_the_remedies_of_the_messages_work() -> None:
         (Registered, {"head": "last", "embed": "first"}),
         (NormInTheLoop, {"norm": "all"}),
         (WeightReadElsewhere, {"embed": "all"}),
+        (PartCalled, {"encoder": "all"}),
     ):
         module = perturbed(kind())
         expected = step(module)

@@ -294,3 +294,26 @@ def test_a_small_module_is_judged_with_all_its_blocks() -> None:
 
     plan = {a.path: str(a.style) for a in asked(Counted(), tokens()).assignments}
     assert plan["blocks.2.up"] == "colwise_gather_output"
+
+
+def test_when_time_is_over_nothing_more_is_tried_and_what_another_batch_refutes_leaves_at_once() -> None:
+    class OtherBatch(Net):
+        def training_step(self, batch: Tensor, index_of_batch: int) -> Any:
+            if len(batch) == 1:  # reads weights without calling their modules: no cut of them is right
+                first = self.blocks[0]
+                return {"loss": sum(layer.weight.square().mean() for layer in (first.qkv, first.proj, first.up))}
+            return super().training_step(batch, index_of_batch)
+
+    plans = [
+        ShardingPlan.from_mapping({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, "first"),
+        ShardingPlan.from_mapping({"blocks.*.qkv": "colwise_gather_output"}, "second"),
+        ShardingPlan.from_mapping({"blocks.*.proj": "colwise_gather_output"}, "third"),
+    ]
+    twin = stand_alone(OtherBatch(), None)
+    runs = [runs_of_step("training_step", tokens(rows))[0] for rows in (4, 1)]
+    choice = choose(twin, 2, runs, planned=plans[0] + plans[1] + plans[2], patience=0.0)
+    assert not choice.plan.rules and choice.verdict.exact(1e-9)
+    assert [one.kind for one in choice.found if one.how == "dropped"] == ["first, second, third"]
+    assert all("time was over" in one.reason for one in choice.found if one.how != "first")
+    choice = choose(twin, 2, runs, planned=plans[0] + plans[1] + plans[2])
+    assert [one.kind for one in choice.found if one.how == "dropped"][:3] != ["first, second, third"]

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from zoo.sizes import LEAVE, SPECIAL, VOCABULARY, sizes
 
 LARGEST = 20_000_000
-HEADS = 4
-VOCABULARY = 128
 
 KINDS: tuple[str, ...] = (
     "llama",  # the common case
@@ -75,148 +74,6 @@ def architectures() -> dict[str, Architecture]:
     return {name: Architecture(name, kind) for name, kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
 
 
-_HEAD_COUNTS = (
-    "num_attention_heads",
-    "n_head",
-    "num_heads",
-    "n_heads",
-    "decoder_attention_heads",
-    "encoder_attention_heads",
-    "num_encoder_attention_heads",
-    "num_decoder_attention_heads",
-)
-_LOW_RANK = (
-    "axk1",
-    "axk2",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "longcat_flash",
-    "minicpm3",
-    "sarvam_mla",
-    "youtu",
-)
-
-
-def _sizes(hidden: int, layers: int) -> dict[str, Any]:
-    head = hidden // HEADS
-    return {
-        **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size", "dim_model"), hidden),
-        **dict.fromkeys(
-            ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers"), layers
-        ),
-        **dict.fromkeys(
-            _HEAD_COUNTS,
-            HEADS,
-        ),
-        **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "dim_ff"), 2 * hidden),
-        **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
-        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-        **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), hidden),
-        **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim", "dim_head"), head),
-        "vocab_size": VOCABULARY,
-        "num_key_value_heads": 2,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "use_cache": False,
-        "num_encoder_layers": layers,
-        "num_decoder_layers": layers,
-    }
-
-
-_DEFAULT = object()
-"""In ``_SPECIAL``: leave this setting as the class has it."""
-_LEAVE_HEAD = {"head_dim": _DEFAULT}
-_WHOLE = {"kv_heads": HEADS, "num_key_value_heads": HEADS}
-_GEMMA_3N = {
-    "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 16,
-    "laurel_rank": 8,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "activation_sparsity_pattern": [0.0] * 4,
-}
-_GEMMA_4 = {
-    "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 16,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "per_layer_config": {},
-}
-_QWEN_4 = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "hc_lowrank": 8,
-    "ple_embed_dim": 16,
-    "ngram_vocab_size_base": 100,
-    "split_ngram_parts": 2,
-    "make_ngram_vocab_size_divisible_by": 8,
-}
-_SPECIAL: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        _LOW_RANK,
-        _WHOLE,
-    ),
-    "bamba": {"mamba_n_heads": 4, "mamba_d_head": lambda hidden: hidden // 2},
-    "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")
-        },
-    },
-    "codegen": {"rotary_dim": 4},
-    "dots1": {"n_shared_experts": 1},
-    "falcon": _LEAVE_HEAD,
-    "gemma3n_text": _GEMMA_3N,
-    "gemma4_text": _GEMMA_4,
-    "gemma4_unified_text": _GEMMA_4,
-    "git": {
-        "vision_config": {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "image_size": 16,
-            "patch_size": 8,
-        }
-    },
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "gptj": {"rotary_dim": 4},
-    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": lambda hidden: hidden // 2},
-    "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["full_attention", "conv"] * 2},
-    "mamba2": {"num_heads": 8, "head_dim": lambda hidden: hidden // 4, "n_groups": 2, "state_size": 8},
-    "prophetnet": {"num_hidden_layers": _DEFAULT, "num_layers": _DEFAULT},
-    "qwen4_exp_text": _QWEN_4,
-    "reformer": {
-        "is_decoder": True,
-        "attn_layers": ["local", "lsh", "local", "lsh"],
-        "axial_pos_shape": [4, 4],
-        "axial_pos_embds_dim": lambda hidden: [8, hidden - 8],
-        "attention_head_size": 8,
-        "feed_forward_size": 64,
-        "local_attn_chunk_length": 4,
-        "lsh_attn_chunk_length": 4,
-        "num_buckets": 4,
-        "hash_seed": 3,
-    },
-    "xlnet": {"max_position_embeddings": _DEFAULT},
-    "xlstm": {"v_head_dim": _DEFAULT, "head_dim": _DEFAULT},
-    "zamba": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2},
-    "zamba2": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2},
-    "zaya": {"num_experts_per_tok": 1},
-}
-"""Settings of single architectures that the common sizes do not fit; functions of the hidden size where it matters."""
-
-
 def _has(config: Any, name: str) -> bool:
     try:
         return hasattr(config, name)
@@ -231,13 +88,16 @@ def configurations(architecture: Architecture, hidden: int, layers: int) -> list
     whole = CONFIG_MAPPING[architecture.name]
     parts = getattr(whole, "sub_configs", None) or {}
     kinds = [part for key, part in parts.items() if key in ("text_config", "decoder") and isinstance(part, type)]
-    special = {k: v(hidden) if callable(v) else v for k, v in _SPECIAL.get(architecture.name, {}).items()}
-    settings = {**_sizes(hidden, layers), **special}
+    special = {k: v(hidden) if callable(v) else v for k, v in SPECIAL.get(architecture.name, {}).items()}
+    settings = {**sizes(hidden, layers), **special}
     made = []
     for kind in [*kinds, whole]:
         try:
             default = kind()
-            chosen = {k: v for k, v in settings.items() if v is not _DEFAULT and (k in special or _has(default, k))}
+        except Exception:  # refused by the configuration itself: only what is set for it then
+            default = None
+        try:
+            chosen = {k: v for k, v in settings.items() if v is not LEAVE and (k in special or _has(default, k))}
             made.append(kind(**chosen))
         except Exception as error:
             made.append(error)
@@ -261,7 +121,7 @@ def build(architecture: Architecture, *, hidden: int = 32, layers: int = 4, pert
 
     Args:
         architecture: one of :func:`architectures`.
-        hidden: hidden size, divisible by ``HEADS``.
+        hidden: hidden size, divisible by ``zoo.sizes.HEADS``.
         layers: blocks (a few classes need six).
 
     Raises:

@@ -18,7 +18,11 @@ REFUSED = {"dory", "hrm_text", "reformer"}
 """Looped stacks, two stacks of equal size in a loop, reversible layers."""
 
 
-@pytest.mark.parametrize("name", KINDS)
+SLOW = {"zamba2", "qwen3_next"}
+"""Ranks train them in ``test_whole_zoo_on_ranks.py``."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in KINDS])
 def test_kinds(name: str) -> None:
     size = (32, 64)[KINDS.index(name) % 2]
     verdict = trial(architectures()[name], hidden=size)

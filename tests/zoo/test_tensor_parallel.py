@@ -42,7 +42,8 @@ def share_cut(model: nn.Module, plan: ShardingPlan, size: int = 2) -> float:
     return 1 - plan_rows(PlanChoice(assignments), [stage_part(twin, assignments)])[-1].share
 
 
-SLOW = {"zamba2"}
+SLOW = {"zamba2", "rwkv", "gemma3n_text", "jamba", "mamba", "deepseek_v3"}
+"""Choosers that take long; ``test_whole_zoo_on_ranks.py`` trains these kinds on ranks."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in zoo.KINDS])

@@ -39,7 +39,7 @@ from lightning_megapar.sharding.styles import widths
 SMALLEST_TABLE = 0.02
 """Share of all parameters below which an embedding stays whole: a look-up less is worth more than its rows."""
 PATIENCE = 120.0
-"""Seconds after which what was not tried yet stays whole."""
+"""Seconds after which what was not tried yet stays whole, and a plan that another batch refutes is dropped."""
 SMALLEST_LINEAR = 256
 """Elements below which a single linear layer stays whole."""
 
@@ -156,7 +156,7 @@ def choose(
     for candidate in candidates:
         plan, one = _first_exact(bench, plan, candidate, end)
         found.append(one)
-    plan, verdict = _proven(bench, plan, found)
+    plan, verdict = _proven(bench, plan, found, end)
     told = {name: one.reason for one in found if one.how in ("whole", "dropped") for name in one.members}
     return Choice(plan, tuple(found), verdict, why_whole(bench.module, plan, seen, told))
 
@@ -201,8 +201,8 @@ def _first_exact(bench: Bench, plan: ShardingPlan, candidate: _Candidate, end: f
     return plan, Found(kind, "whole", trials, "; ".join(filter(None, known)), members)
 
 
-def _proven(bench: Bench, plan: ShardingPlan, found: list[Found]) -> tuple[ShardingPlan, Verdict]:
-    """Judge on batches that chose nothing; what fails there leaves, last choice first."""
+def _proven(bench: Bench, plan: ShardingPlan, found: list[Found], end: float) -> tuple[ShardingPlan, Verdict]:
+    """Judge on batches that chose nothing; what fails there leaves, last choice first, or all at once after ``end``."""
     sources = list(dict.fromkeys(rule.why for rule in plan.rules))
     while True:
         verdicts = [bench.judge(plan, batch) for batch in range(len(bench.runs))]
@@ -213,6 +213,10 @@ def _proven(bench: Bench, plan: ShardingPlan, found: list[Found]) -> tuple[Shard
             return plan, verdict
         if not sources:
             raise ConfigError(f"its own gradients differ from run to run ({failed}), so that no layout can be judged")
+        if time.monotonic() > end:
+            found.append(Found(", ".join(sources), "dropped", 1, f"on another batch: {failed}; time was over"))
+            sources, plan = [], ShardingPlan()
+            continue
         why = sources.pop()
         dropped = tuple(rule.pattern for rule in plan.rules if rule.why == why)
         plan = ShardingPlan(tuple(rule for rule in plan.rules if rule.why != why))
