@@ -1,5 +1,6 @@
 """Schedules as data and their simulation, the split into stages, cut and inject, and the runtime."""
 
+from lightning_megapar.pipeline.choose import choose_schedule
 from lightning_megapar.pipeline.partition import split_blocks
 from lightning_megapar.pipeline.schedules import Action, Schedule, build_schedule, load_schedule, save_schedule
 from lightning_megapar.pipeline.simulate import StageCosts, Timeline, simulate
@@ -10,6 +11,7 @@ __all__ = [
     "StageCosts",
     "Timeline",
     "build_schedule",
+    "choose_schedule",
     "load_schedule",
     "save_schedule",
     "simulate",
