@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lightning_megapar
 from lightning_megapar.config import ConfigError
 from lightning_megapar.pipeline import StageCosts, build_schedule, simulate
 from lightning_megapar.pipeline.schedules import SCHEDULE_NAMES, v_placement
@@ -217,3 +221,24 @@ def test_costs_of_another_schedule(arguments: dict, message: str) -> None:
     assert schedule.placement == v_placement(2)
     with pytest.raises(ConfigError, match=message):
         simulate(schedule, StageCosts(**arguments))
+
+
+def test_none_of_it_needs_torch() -> None:
+    """The package's root imports Lightning; a planner elsewhere that takes the pure modules alone gets them alone."""
+    root = Path(lightning_megapar.__file__).parent
+    program = f"""
+import sys, types
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "lightning"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+package = types.ModuleType("lightning_megapar")
+package.__path__ = [{str(root)!r}]
+sys.modules["lightning_megapar"] = package
+from lightning_megapar.pipeline import StageCosts, build_schedule, choose_schedule, simulate
+import lightning_megapar.pipeline.measured, lightning_megapar.pipeline.picture
+print(simulate(build_schedule("1f1b", 2, 3), StageCosts()).makespan, choose_schedule(2, 3).name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["12.0", "zbv"], done.stderr
