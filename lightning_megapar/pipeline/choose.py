@@ -128,7 +128,7 @@ def choose_schedule(
             tried.append((name, chunks or 1, None, f"cannot: {error}"))
             continue
         tried.append((name, schedule.num_chunks, timeline, _too_much(timeline, limit)))
-    fitting = [timeline for _, _, timeline, reason in tried if timeline is not None and not reason]
+    fitting = [one for _, _, one, reason in tried if one is not None and not reason]
     if not fitting:
         needs = [(max(t.peak_memory), name) for name, _, t, _ in tried if t is not None]
         least = f"; the smallest need is {min(needs)[0]:.6g} ({min(needs)[1]})" if needs else ""
@@ -136,13 +136,13 @@ def choose_schedule(
         raise ConfigError(f"memory_limit={memory_limit}: no schedule fits{least}. {reasons}")
     best = min(fitting, key=lambda timeline: (timeline.makespan, max(timeline.peak_memory)))
     rows = []
-    for name, chunks, timeline, reason in tried:
-        if timeline is best:
+    for name, chunks, one, reason in tried:
+        if one is best:
             reason = "taken"
-        elif timeline is not None and not reason:
-            slower = timeline.makespan / best.makespan - 1
+        elif one is not None and not reason:
+            slower = one.makespan / best.makespan - 1
             reason = f"{slower:.1%} slower" if slower > 1e-9 else "as fast, not with less memory"
-        rows.append(Candidate(name, chunks, timeline, reason))
+        rows.append(Candidate(name, chunks, one, reason))
     return Choice(best, tuple(rows), limit)
 
 

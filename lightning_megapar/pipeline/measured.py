@@ -74,5 +74,10 @@ def costs_of(events: Sequence[TraceEvent], schedule: Schedule) -> StageCosts:
         messages.append(max(0.0, min(gaps)))
     chunk = 1 / schedule.num_chunks
     activation = [[chunk] * schedule.num_chunks] * schedule.num_stages
-    tables = (table(kind) for kind in ("forward", "backward_input", "backward_weight"))
-    return StageCosts(*tables, communication=messages, activation=activation)
+    return StageCosts(
+        forward=table("forward"),
+        backward_input=table("backward_input"),
+        backward_weight=table("backward_weight"),
+        communication=messages,
+        activation=activation,
+    )

@@ -358,7 +358,7 @@ class _Search:
         steps: cuts to try before giving up, over all calls.
     """
 
-    def __init__(self, problem: _Problem, steps: int = 60_000) -> None:
+    def __init__(self, problem: _Problem, steps: int = 30_000) -> None:
         self.problem = problem
         self.steps = steps
         last = {rank: k for k, rank in enumerate(problem.rank_of)}

@@ -98,7 +98,7 @@ def check_case(name: str, stages: int, microbatches: int, chunks: int) -> None:
     assert from_csv(to_csv(schedule), name) == schedule
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(st.sampled_from(SCHEDULE_NAMES), st.integers(1, 12), st.integers(1, 40), st.integers(1, 4))
 def test_every_schedule(name: str, stages: int, microbatches: int, chunks: int) -> None:
     check_case(name, stages, microbatches, chunks)

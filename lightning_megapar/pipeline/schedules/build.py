@@ -188,15 +188,15 @@ def forward_schedule(placement: Sequence[Sequence[int]], num_microbatches: int) 
             finds its own layers.
         num_microbatches: microbatches per step.
     """
-    placement = tuple(tuple(row) for row in placement)
-    num_stages, num_chunks = len(placement), len(placement[0])
-    if placement == loop_placement(num_stages, num_chunks):
+    shape = tuple(tuple(row) for row in placement)
+    num_stages, num_chunks = len(shape), len(shape[0])
+    if shape == loop_placement(num_stages, num_chunks):
         groups = _groups(num_stages, num_microbatches)
         row = tuple(Action("forward", m, chunk) for group in groups for chunk in range(num_chunks) for m in group)
-        return Schedule("forward", num_microbatches, (row,) * num_stages, placement)
-    places = {k: (rank, chunk) for rank, row in enumerate(placement) for chunk, k in enumerate(row)}
+        return Schedule("forward", num_microbatches, (row,) * num_stages, shape)
+    places = {k: (rank, chunk) for rank, chunks in enumerate(shape) for chunk, k in enumerate(chunks)}
     last = len(places) - 1
-    ranks: list[list[Action]] = [[] for _ in placement]
+    ranks: list[list[Action]] = [[] for _ in shape]
     arrived = {(microbatch, 0) for microbatch in range(num_microbatches)}
     while arrived:
         taken: dict[int, tuple[int, int]] = {}
@@ -207,7 +207,7 @@ def forward_schedule(placement: Sequence[Sequence[int]], num_microbatches: int) 
             arrived.remove((microbatch, k))
             if k < last:
                 arrived.add((microbatch, k + 1))
-    return Schedule("forward", num_microbatches, tuple(tuple(row) for row in ranks), placement)
+    return Schedule("forward", num_microbatches, tuple(tuple(actions) for actions in ranks), shape)
 
 
 @dataclass(frozen=True)
