@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megapar.config import CHUNKS, SCHEDULES, SPLIT_BACKWARDS, ConfigError
+from lightning_megapar import config
+from lightning_megapar.config import ConfigError
 from lightning_megapar.pipeline.schedules import (
     SCHEDULE_NAMES,
     Action,
@@ -279,8 +280,8 @@ def test_a_file_that_is_not_there(tmp_path) -> None:
 
 def test_the_settings_know_the_chunks_of_every_schedule() -> None:
     """One table is at the bottom of the house, where settings are validated; this is the other one."""
-    for name in SCHEDULES:
-        least, most = CHUNKS.get(name, (1, 1))
+    for name in config.SCHEDULES:
+        least, most = config.CHUNKS.get(name, (1, 1))
         assert build_schedule(name, 2, 4).num_chunks == least
         for chunks in range(1, 5):
             if least <= chunks <= (most or chunks):
@@ -289,4 +290,4 @@ def test_the_settings_know_the_chunks_of_every_schedule() -> None:
                 with pytest.raises(ConfigError):
                     build_schedule(name, 2, 4, chunks)
         split = any(a.kind == "backward_weight" for row in build_schedule(name, 2, 4).ranks for a in row)
-        assert split == (name in SPLIT_BACKWARDS)
+        assert split == (name in config.SPLIT_BACKWARDS)
