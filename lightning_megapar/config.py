@@ -12,8 +12,17 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 Degree = int | Literal["auto"]
-ScheduleName = Literal["gpipe", "1f1b"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe_v"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+SPLIT_BACKWARDS = ("zb_h1", "zb_h2", "zbv", "dualpipe_v")
+"""Schedules that compute weight gradients apart from the rest of the backward."""
+CHUNKS: dict[str, tuple[int, int | None]] = {
+    "gpipe": (1, None),
+    "interleaved_1f1b": (2, None),
+    "zbv": (2, 2),
+    "dualpipe_v": (2, 2),
+}
+"""Fewest and most chunks per stage that a schedule can have; one in every schedule that is not named."""
 AXES: tuple[str, ...] = ("pipeline", "data", "context", "expert", "tensor")
 """Mesh axes from outermost to innermost: tensor-parallel ranks are neighbours (one node), stages are far apart."""
 
@@ -42,6 +51,9 @@ FOREIGN_NAMES: dict[str, str] = {
     "gradient_accumulation_steps": "accumulate_grad_batches (a Trainer argument)",
     "sp": "sequence_parallel",
     "schedule": "pipeline_schedule",
+    "virtual_pipeline_model_parallel_size": "pipeline_chunks",
+    "virtual_pipeline_parallel_size": "pipeline_chunks",
+    "num_chunks": "pipeline_chunks",
 }
 """What the same thing is called in Megatron-LM, NeMo, DeepSpeed, torchtitan and nanotron."""
 
@@ -127,11 +139,17 @@ class ParallelConfig:
         zero_stage: 0 replicates optimizer state over data ranks, 1 shards it.
         num_microbatches: pieces that a batch is cut into; ``"auto"`` is 1 without a pipeline, else
             ``2 x pipeline_parallel_size``.
-        pipeline_schedule: ``"gpipe"`` or ``"1f1b"``.
+        pipeline_schedule: ``"gpipe"``, ``"1f1b"``, or the zero-bubble ``"zb_h1"`` and ``"zb_h2"``, which compute the
+            weight gradients of linear layers later, where a stage would be idle (``"zb_h2"`` keeps up to twice as many
+            microbatches alive); with several chunks per stage ``"interleaved_1f1b"``, and ``"zbv"`` and
+            ``"dualpipe_v"``, whose second chunks come back from the last stage to the first. Sources: see
+            :mod:`lightning_megapar.pipeline.schedules.build`.
+        pipeline_chunks: pieces of the stack on each stage; ``"auto"`` is the least that the schedule can have (1 or 2).
         pipeline_blocks: dotted name of the ``ModuleList``/``Sequential`` to cut, e.g. ``"model.layers"``; ``None``
             takes the one with the most parameters.
         pipeline_stack: the same under its older name; afterwards equal to ``pipeline_blocks``.
-        pipeline_split: blocks per stage, e.g. ``(3, 5)``; ``None`` balances by parameter count.
+        pipeline_split: blocks per stage (with chunks: per chunk, in the order of the model), e.g. ``(3, 5)``; ``None``
+            balances by parameter count.
         sharding_plan: how layers that are not from ``lightning_megapar.layers`` are cut over the tensor ranks:
             ``"auto"`` (the module's own plan, else the one that transformers publishes), ``"off"``, a mapping of
             module-name patterns to styles, or the path of a YAML file with one.
@@ -152,6 +170,7 @@ class ParallelConfig:
     zero_stage: int = 0
     num_microbatches: Degree = "auto"
     pipeline_schedule: str = "1f1b"
+    pipeline_chunks: Degree = "auto"
     pipeline_blocks: str | None = None
     pipeline_stack: str | None = None
     pipeline_split: tuple[int, ...] | None = None
@@ -160,7 +179,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name.endswith("_size") or field.name == "num_microbatches":
+            if field.name.endswith("_size") or field.name in ("num_microbatches", "pipeline_chunks"):
                 _check_degree(field.name, getattr(self, field.name))
         for name in ("context_parallel_size", "expert_parallel_size"):
             if getattr(self, name) not in ("auto", 1):
@@ -175,6 +194,24 @@ class ParallelConfig:
             raise ConfigError(
                 f"pipeline_schedule={self.pipeline_schedule!r} is not one of {', '.join(SCHEDULES)}{hint}"
             )
+        least, most = CHUNKS.get(self.pipeline_schedule, (1, 1))
+        if self.pipeline_chunks != "auto" and not least <= self.pipeline_chunks <= (most or self.pipeline_chunks):
+            valid = f"{least} or more" if most is None else str(least)
+            raise ConfigError(
+                f"pipeline_chunks={self.pipeline_chunks} is none that pipeline_schedule={self.pipeline_schedule!r} can "
+                f"have; valid values: {valid}, 'auto'"
+            )
+        if self.chunks > 1 and self.zero_stage > 0:
+            raise ConfigError(
+                f"zero_stage={self.zero_stage} starts to reduce gradients with a stage's last backward, which is that "
+                f"of one of its {self.chunks} chunks (pipeline_schedule={self.pipeline_schedule!r}); use zero_stage=0, "
+                "or pipeline_schedule='1f1b'"
+            )
+        if self.pipeline_schedule in SPLIT_BACKWARDS and self.zero_stage > 0:
+            raise ConfigError(
+                f"pipeline_schedule={self.pipeline_schedule!r} computes weight gradients after the backward with which "
+                f"zero_stage={self.zero_stage} starts to reduce them; use zero_stage=0, or pipeline_schedule='1f1b'"
+            )
         if self.pipeline_blocks and self.pipeline_stack and self.pipeline_blocks != self.pipeline_stack:
             raise ConfigError(
                 f"pipeline_blocks={self.pipeline_blocks!r} and pipeline_stack={self.pipeline_stack!r} are two names of "
@@ -186,11 +223,18 @@ class ParallelConfig:
             object.__setattr__(self, "pipeline_split", tuple(self.pipeline_split))
             if any(not isinstance(n, int) or n < 1 for n in self.pipeline_split or ()):
                 raise ConfigError(f"pipeline_split={self.pipeline_split!r}: every stage needs at least one block")
-            if self.pipeline_parallel_size not in ("auto", len(self.pipeline_split or ())):
+            named = len(self.pipeline_split or ())
+            each = f" of {self.chunks} chunks" if self.chunks > 1 else ""
+            if named % self.chunks or self.pipeline_parallel_size not in ("auto", named // self.chunks):
                 raise ConfigError(
-                    f"pipeline_split={self.pipeline_split!r} names {len(self.pipeline_split or ())} stages but "
-                    f"pipeline_parallel_size={self.pipeline_parallel_size}"
+                    f"pipeline_split={self.pipeline_split!r} names {named} stages but "
+                    f"pipeline_parallel_size={self.pipeline_parallel_size}{each}"
                 )
+
+    @property
+    def chunks(self) -> int:
+        """Chunks per stage."""
+        return CHUNKS.get(self.pipeline_schedule, (1, 1))[0] if self.pipeline_chunks == "auto" else self.pipeline_chunks
 
     def resolve(self, world_size: int) -> tuple[Layout, str]:
         """Fill the ``"auto"`` degrees for ``world_size`` ranks.
@@ -201,7 +245,7 @@ class ParallelConfig:
         Raises:
             ConfigError: when the product of the sizes cannot be ``world_size``; the nearest valid layouts are named.
         """
-        pipeline_default = len(self.pipeline_split) if self.pipeline_split else 1
+        pipeline_default = len(self.pipeline_split) // self.chunks if self.pipeline_split else 1
         tensor = 1 if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
         pipeline = pipeline_default if self.pipeline_parallel_size == "auto" else self.pipeline_parallel_size
         fixed = tensor * pipeline

@@ -42,15 +42,18 @@ class ParallelMesh:
         layout: resolved degrees.
         rank: this process's global rank.
         device_type: ``"cpu"`` or ``"cuda"``.
+        loss_stage: pipeline coordinate of the ranks that compute the loss; by default the last. (Under a schedule whose
+            chunks go down the ranks and back up it is the first.)
 
     Raises:
         ValueError: when the process group's size is not the layout's.
     """
 
-    def __init__(self, layout: Layout, rank: int = 0, device_type: str = "cpu") -> None:
+    def __init__(self, layout: Layout, rank: int = 0, device_type: str = "cpu", loss_stage: int | None = None) -> None:
         self.layout = layout
         self.rank = rank
         self.place = layout.coordinates(rank)
+        self.loss_stage = layout.pipeline - 1 if loss_stage is None else loss_stage
         self.device_mesh: DeviceMesh | None = None
         if layout.world_size > 1:
             if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
@@ -112,8 +115,9 @@ class ParallelMesh:
         return self.coordinate("pipeline") == 0
 
     @property
-    def is_last_stage(self) -> bool:
-        return self.coordinate("pipeline") == self.size("pipeline") - 1
+    def has_loss(self) -> bool:
+        """Whether this rank computes the loss: it holds the end of the module."""
+        return self.coordinate("pipeline") == self.loss_stage
 
     def describe_rank(self, rank: int | None = None) -> str:
         """For messages: ``rank 3 (data 0, pipeline 1, tensor 1)``."""

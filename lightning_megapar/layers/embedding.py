@@ -22,6 +22,7 @@ from lightning_megapar.layers.collectives import (
     start_sequence_scatter,
 )
 from lightning_megapar.layers.cross_entropy import check_ids, vocab_parallel_cross_entropy
+from lightning_megapar.layers.deferral import Deferral, linear
 from lightning_megapar.layers.linear import _ColumnLinear, autocast_dtype
 from lightning_megapar.layers.local import like_parameter, local, local_value
 
@@ -169,6 +170,9 @@ class VocabParallelHead(_VocabTable):
         ConfigError: from :meth:`shard`, when the ranks do not divide the padded vocabulary.
     """
 
+    deferral: Deferral | None = None
+    """Where weight gradients wait under a schedule that splits the backward."""
+
     def __init__(
         self,
         vocab_size: int,
@@ -187,8 +191,9 @@ class VocabParallelHead(_VocabTable):
     def local_logits(self, hidden: Tensor) -> Tensor:
         """(..., s, padded vocabulary / ranks): this rank's columns, padding included."""
         if self.ranks is None:
-            return F.linear(hidden, self.weight)
-        return _ColumnLinear.apply(hidden, self.ranks, (None,), autocast_dtype(hidden), self.weight, None)[0]
+            return linear(hidden, self.weight, None, self.deferral)
+        ranks, dtype = self.ranks, autocast_dtype(hidden)
+        return _ColumnLinear.apply(hidden, ranks, (None,), dtype, self.deferral, self.weight, None)[0]
 
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, reduction: Literal["mean", "sum", "none"] = "mean"

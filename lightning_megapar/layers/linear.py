@@ -9,6 +9,7 @@ input gradient at the end of the backward (arXiv 1909.08053, section 3).
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from lightning_megapar.layers.collectives import (
     start_sequence_gather,
     start_sequence_scatter,
 )
+from lightning_megapar.layers.deferral import Deferral, linear, put_off
 from lightning_megapar.layers.local import like_parameter, local_value
 
 Window = tuple[int, int] | None
@@ -57,6 +59,14 @@ def _gradient(parameter: Tensor, window: Window, value: Tensor) -> Tensor:
     return like_parameter(parameter, result)
 
 
+def _weight_gradient(weight: Tensor, window: Window, gradient: Tensor, x: Tensor) -> Tensor:
+    return _gradient(weight, window, gradient.t() @ x)
+
+
+def _bias_gradient(bias: Tensor, window: Window, gradient: Tensor) -> Tensor:
+    return _gradient(bias, window, gradient.sum(0))
+
+
 class _ColumnLinear(torch.autograd.Function):
     """Several column-split products of one input, with one collective for all of them in each direction.
 
@@ -72,11 +82,12 @@ class _ColumnLinear(torch.autograd.Function):
         ranks: TensorRanks,
         windows: tuple[Window, ...],
         dtype: torch.dtype | None,
+        deferral: Deferral | None,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(windows)], parameters[len(windows) :]
         ctx.ranks, ctx.windows, ctx.input_dtype = ranks, windows, x.dtype
-        ctx.biases = biases
+        ctx.biases, ctx.deferral, ctx.owns = biases, deferral, weights
         if dtype is not None:
             x = x.to(dtype)
         ctx.save_for_backward(x, *weights)
@@ -95,8 +106,8 @@ class _ColumnLinear(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         ranks, windows, biases = ctx.ranks, ctx.windows, ctx.biases
         count = len(windows)
-        needs_weight = ctx.needs_input_grad[4 : 4 + count]
-        needs_bias = ctx.needs_input_grad[4 + count :]
+        needs_weight = ctx.needs_input_grad[5 : 5 + count]
+        needs_bias = ctx.needs_input_grad[5 + count :]
         gathering = start_sequence_gather(x, ranks) if ranks.sequence_parallel and any(needs_weight) else None
         flat = [g.reshape(-1, g.shape[-1]) for g in gradients]
         shape = (*gradients[0].shape[:-1], x.shape[-1])
@@ -113,15 +124,15 @@ class _ColumnLinear(torch.autograd.Function):
             x = gathering()
         x = x.reshape(-1, x.shape[-1])
         grad_weights = [
-            _gradient(weight, window, g.t() @ x) if needed else None
-            for weight, window, g, needed in zip(weights, windows, flat, needs_weight)
+            put_off(ctx.deferral, own, partial(_weight_gradient, own, window, g, x)) if needed else None
+            for own, window, g, needed in zip(ctx.owns, windows, flat, needs_weight)
         ]
         grad_biases = [
-            _gradient(bias, window, g.sum(0)) if needed else None
+            put_off(ctx.deferral, bias, partial(_bias_gradient, bias, window, g)) if needed else None
             for bias, window, g, needed in zip(biases, windows, flat, needs_bias)
         ]
         grad_x = None if summing is None else summing().to(ctx.input_dtype)
-        return grad_x, None, None, None, *grad_weights, *grad_biases
+        return grad_x, None, None, None, None, *grad_weights, *grad_biases
 
 
 class _RowLinear(torch.autograd.Function):
@@ -129,9 +140,16 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, ranks: TensorRanks, dtype: torch.dtype | None, weight: Tensor, bias: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        ranks: TensorRanks,
+        dtype: torch.dtype | None,
+        deferral: Deferral | None,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
-        ctx.ranks, ctx.bias, ctx.input_dtype = ranks, bias, x.dtype
+        ctx.ranks, ctx.bias, ctx.input_dtype, ctx.deferral = ranks, bias, x.dtype, deferral
+        ctx.own = weight  # what recomputation saves in its place has no .grad that anybody reads
         if dtype is not None:
             x = x.to(dtype)
         ctx.save_for_backward(x, weight)
@@ -144,13 +162,14 @@ class _RowLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
+        needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
         gathering = None
         if ctx.ranks.sequence_parallel and (needs_x or needs_weight):
             gathering = start_sequence_gather(gradient, ctx.ranks)
         grad_bias = None
         if needs_bias:
-            grad_bias = _gradient(ctx.bias, None, gradient.reshape(-1, gradient.shape[-1]).sum(0))
+            own = gradient.reshape(-1, gradient.shape[-1])
+            grad_bias = put_off(ctx.deferral, ctx.bias, partial(_bias_gradient, ctx.bias, None, own))
         if gathering is not None:
             gradient = gathering()
         flat = gradient.reshape(-1, gradient.shape[-1])
@@ -158,12 +177,16 @@ class _RowLinear(torch.autograd.Function):
         if needs_x:
             grad_x = (flat @ local_value(weight).to(x.dtype)).view(x.shape).to(ctx.input_dtype)
         if needs_weight:
-            grad_weight = _gradient(weight, None, flat.t() @ x.reshape(-1, x.shape[-1]))
-        return grad_x, None, None, grad_weight, grad_bias
+            inputs = x.reshape(-1, x.shape[-1])
+            grad_weight = put_off(ctx.deferral, ctx.own, partial(_weight_gradient, ctx.own, None, flat, inputs))
+        return grad_x, None, None, None, grad_weight, grad_bias
 
 
 class _Linear(ParallelLayer):
     """Weight (out, in), bias (out) and their initial values."""
+
+    deferral: Deferral | None = None
+    """Where weight gradients wait under a schedule that splits the backward."""
 
     def __init__(
         self,
@@ -280,12 +303,13 @@ def column_linears(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ..
     """
     ranks = layers[0].ranks
     if ranks is None:
-        return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
+        return tuple(linear(x, layer.weight, layer.bias, layer.deferral) for layer in layers)
     outputs = _ColumnLinear.apply(
         x,
         ranks,
         tuple(layer.window for layer in layers),
         autocast_dtype(x),
+        layers[0].deferral,
         *(layer.weight for layer in layers),
         *(layer.bias for layer in layers),
     )
@@ -343,7 +367,7 @@ class RowParallelLinear(_Linear):
     def forward(self, x: Tensor) -> Tensor:
         ranks = self.ranks
         if ranks is None:
-            return F.linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias, self.deferral)
         if self.split_input:
             x = split_last(x, ranks)
-        return _RowLinear.apply(x, ranks, autocast_dtype(x), self.weight, self.bias)
+        return _RowLinear.apply(x, ranks, autocast_dtype(x), self.deferral, self.weight, self.bias)

@@ -1,6 +1,19 @@
-"""Schedules as data, the split into stages, cut and inject, and the runtime that executes a schedule."""
+"""Schedules as data and their simulation, the split into stages, cut and inject, and the runtime."""
 
+from lightning_megapar.pipeline.choose import choose_schedule
 from lightning_megapar.pipeline.partition import split_blocks
-from lightning_megapar.pipeline.schedules import Action, Schedule, build_schedule
+from lightning_megapar.pipeline.schedules import Action, Schedule, build_schedule, load_schedule, save_schedule
+from lightning_megapar.pipeline.simulate import StageCosts, Timeline, simulate
 
-__all__ = ["Action", "Schedule", "build_schedule", "split_blocks"]
+__all__ = [
+    "Action",
+    "Schedule",
+    "StageCosts",
+    "Timeline",
+    "build_schedule",
+    "choose_schedule",
+    "load_schedule",
+    "save_schedule",
+    "simulate",
+    "split_blocks",
+]

@@ -18,7 +18,7 @@ of a module that contains the stack) are reported by canonical name, so that the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +56,11 @@ Key = tuple[str, int]
 """A module's dotted name and which call of it in this microbatch."""
 
 
+def children_of(module: nn.Module, plan: StagePlan) -> dict[str, nn.Module]:
+    """The modules of a whole module that will live on one stage only, by dotted name."""
+    return {name: module.get_submodule(name) for name in plan.stage_of()}
+
+
 class StageExit(BaseException):
     """Carries the boundary out of the user's step."""
 
@@ -89,13 +94,22 @@ class StageCut:
     """One stage's share of a module, and the injection around each microbatch.
 
     Args:
-        module: the whole module; cut in place.
+        module: the whole module; cut in place, unless ``children`` are given.
         plan: from :func:`plan_stages`.
-        stage: this rank's stage.
+        stage: the stage; with several chunks on a rank a virtual one.
         device: where this rank computes.
+        children: the modules that live on one stage only, by dotted name, of a module that another cut has changed
+            already; :meth:`show` then cuts it.
     """
 
-    def __init__(self, module: nn.Module, plan: StagePlan, stage: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: StagePlan,
+        stage: int,
+        device: torch.device | None = None,
+        children: Mapping[str, nn.Module] | None = None,
+    ) -> None:
         self.module = module
         self.plan = plan
         self.stage = stage
@@ -121,23 +135,30 @@ class StageCut:
         self._handles: list[Any] = []
         self._local: dict[str, nn.Module] = {}
         self._stand_ins: dict[str, StandIn] = {}
+        self._slots: list[tuple[nn.Module, str, nn.Module]] = []
         self._clear()
-        self._replace(module)
+        self._divide(module, children_of(module, plan) if children is None else children)
+        if children is None:
+            self.show()
 
     # -- cutting -----------------------------------------------------------------------------------------------------
 
-    def _replace(self, module: nn.Module) -> None:
+    def _divide(self, module: nn.Module, children: Mapping[str, nn.Module]) -> None:
         for name, stage in self._stages.items():
             owner_path, _, child_name = name.rpartition(".")
-            owner = module.get_submodule(owner_path)
-            child = owner.get_submodule(child_name)
+            child = shown = children[name]
             if stage == self.stage:
                 self._local[name] = child
             else:
-                answer = partial(self._answer, name)
-                stand_in = StandIn(name, child, self.ledger, answer, self.is_running)
-                self._stand_ins[name] = stand_in
-                replace_child(owner, child_name, stand_in)
+                shown = self._stand_ins[name] = StandIn(
+                    name, child, self.ledger, partial(self._answer, name), self.is_running
+                )
+            self._slots.append((module.get_submodule(owner_path), child_name, shown))
+
+    def show(self) -> None:
+        """Put this stage's modules, and stand-ins for all others, into the module."""
+        for owner, child_name, shown in self._slots:
+            replace_child(owner, child_name, shown)
 
     @property
     def carried(self) -> set[Source]:
@@ -182,6 +203,11 @@ class StageCut:
         while name not in self._stages:
             name = name.rpartition(".")[0]
         return self._stages[name]
+
+    @property
+    def stand_ins(self) -> dict[str, StandIn]:
+        """What stands for the modules of other stages, by dotted name."""
+        return dict(self._stand_ins)
 
     @property
     def local_modules(self) -> dict[str, nn.Module]:

@@ -1,20 +1,34 @@
-"""Boundary tensors between neighbouring stages: any nest of tensors, of a shape that may change every time.
+"""What travels between virtual stages: boundaries (any nest of tensors, of any shape) forward, their gradients back.
 
-A boundary travels as one small integer header and its tensors. The header says whether the structure is the previous
-one (the common case: nothing more is sent) or how many bytes of description follow.
+A message is one flat buffer of bytes. That of a boundary starts with a header, which says how its tensors lie in it,
+and a description of the nest when it is not the previous one. A receiver posts its next receive before it needs it, so
+that the transport runs while it computes; for that it must know a size. Both ends therefore count the sizes of the
+last messages and take the largest as the next one's: exact while shapes stay, a few bytes too many after a larger one,
+and what does not fit follows in a second message, which is posted when the first has said so.
 """
 
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megapar.pipeline.nest import flatten, unflatten
+from lightning_megapar.pipeline.nest import flatten, map_leaves, unflatten
+
+ALIGNMENT = 16
+"""Bytes: every tensor of a message starts at a multiple, as views in other dtypes need."""
+_HEADER = 24  # three int64: bytes in all, bytes of the description (0: the previous one), microbatch
+_FIRST_CAPACITY = 4096
+_REMEMBERED = 16
+
+TensorShape = tuple[tuple[int, ...], torch.dtype, bool]
+"""Size, dtype, and whether it requires a gradient."""
 
 
 @dataclass(frozen=True)
@@ -24,23 +38,19 @@ class _Slot:
     index: int
 
 
-@dataclass
-class Channel:
+@dataclass(frozen=True)
+class Link:
     """One direction to or from one neighbour.
 
     Args:
         peer: global rank of the neighbour.
-        group: process group of this direction.
-        device: where tensors are received (CPU for gloo, the rank's GPU for NCCL).
+        group: process group of this direction; no other link between the two ranks uses it.
+        device: where tensors live (CPU for gloo, the rank's GPU for NCCL).
     """
 
     peer: int
     group: dist.ProcessGroup
     device: torch.device
-    _description: bytes = b""
-    _nest: Any = None
-    _shapes: list[tuple[tuple[int, ...], torch.dtype, bool]] = field(default_factory=list)
-    _pending: list[tuple[Any, Tensor]] = field(default_factory=list)
 
     def warm_up(self, send: bool) -> None:
         """Open the connection now, in an order that every rank agrees on, instead of inside the first step."""
@@ -50,56 +60,264 @@ class Channel:
         else:
             dist.recv(token, self.peer, group=self.group)
 
-    def send_tensor(self, tensor: Tensor) -> None:
-        """Start sending; the tensor is kept alive until the send has finished."""
+
+class Outbox:
+    """Sends that are under way; a buffer lives until its send has finished."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._pending: list[tuple[Any, Tensor]] = []
+
+    def post(self, buffer: Tensor) -> None:
+        self.collect()
+        self._pending.append((dist.isend(buffer, self.link.peer, group=self.link.group), buffer))
+
+    def collect(self) -> None:
+        """Let go of what has been sent."""
         self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
-        tensor = tensor.detach().contiguous()
-        self._pending.append((dist.isend(tensor, self.peer, group=self.group), tensor))
-
-    def receive_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Receive one tensor into fresh memory (freed by its last user, so only live microbatches cost memory)."""
-        buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        dist.recv(buffer, self.peer, group=self.group)
-        return buffer
-
-    def send(self, nest: Any) -> list[Tensor]:
-        """Send a nest; returns its tensors in the order in which gradients will come back."""
-        leaves, spec = flatten(nest)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        slots = iter(range(len(tensors)))
-        plain = unflatten([_Slot(next(slots)) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-        shapes = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
-        description = pickle.dumps((plain, shapes))
-        changed = description != self._description
-        header = torch.tensor([len(description) if changed else 0], dtype=torch.int64, device=self.device)
-        self.send_tensor(header)
-        if changed:
-            self._description = description
-            self.send_tensor(torch.frombuffer(bytearray(description), dtype=torch.uint8).to(self.device))
-        for tensor in tensors:
-            self.send_tensor(tensor)
-        return tensors
-
-    def receive(self) -> tuple[Any, list[Tensor]]:
-        """Receive a nest.
-
-        Returns:
-            the nest with fresh leaf tensors, and those that require a gradient, in order.
-        """
-        size = int(self.receive_tensor((1,), torch.int64))
-        if size:
-            blob = self.receive_tensor((size,), torch.uint8)
-            # Bytes of a peer of this very job, over the job's own group.
-            self._nest, self._shapes = pickle.loads(blob.cpu().numpy().tobytes())
-        tensors = []
-        for shape, dtype, requires_grad in self._shapes:
-            tensors.append(self.receive_tensor(shape, dtype).requires_grad_(requires_grad and torch.is_grad_enabled()))
-        leaves, spec = flatten(self._nest)
-        nest = unflatten([tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in leaves], spec)
-        return nest, [t for t in tensors if t.requires_grad]
 
     def drain(self) -> None:
         """Wait for every started send."""
         for work, _ in self._pending:
             work.wait()
         self._pending = []
+
+
+class _Capacity:
+    """The size of the next message, from the sizes so far; both ends count alike."""
+
+    def __init__(self) -> None:
+        self._sizes: deque[int] = deque([_FIRST_CAPACITY], maxlen=_REMEMBERED)
+
+    @property
+    def bytes(self) -> int:
+        return max(self._sizes)
+
+    def note(self, size: int) -> None:
+        self._sizes.append(size)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _offsets(shapes: Sequence[TensorShape], start: int) -> list[int]:
+    """Where each tensor starts, and the end of the last one."""
+    places = [_aligned(start)]
+    for size, dtype, _ in shapes:
+        places.append(places[-1] + _aligned(torch.Size(size).numel() * dtype.itemsize))
+    return places
+
+
+def _write(buffer: Tensor, tensors: Sequence[Tensor], places: Sequence[int]) -> None:
+    for tensor, start in zip(tensors, places):
+        flat = tensor.detach().reshape(-1)
+        if flat.numel():
+            flat = flat.resolve_conj().resolve_neg().contiguous()
+            buffer[start : start + flat.numel() * flat.element_size()].copy_(flat.view(torch.uint8))
+
+
+def _strides(size: Sequence[int]) -> list[int]:
+    """Of a contiguous tensor."""
+    strides = [1] * len(size)
+    for dim in range(len(size) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * max(1, size[dim])
+    return strides
+
+
+def _read(buffer: Tensor, shapes: Sequence[TensorShape], places: Sequence[int]) -> list[Tensor]:
+    # No views of one another: what the step writes into one of them must not look like a change of the others.
+    memory = buffer.untyped_storage()
+    return [
+        torch.empty(0, dtype=dtype, device=buffer.device).set_(memory, start // dtype.itemsize, size, _strides(size))
+        for (size, dtype, _), start in zip(shapes, places)
+    ]
+
+
+def _shape_of(tensor: Tensor) -> TensorShape:
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
+
+class BoundarySender:
+    """Sends boundaries to the next virtual stage."""
+
+    def __init__(self, link: Link) -> None:
+        self.outbox = Outbox(link)
+        self._capacity = _Capacity()
+        self._description = b""
+
+    def send(self, nest: Any, microbatch: int) -> list[Tensor]:
+        """Start sending a nest; returns its tensors in the order in which gradients will come back."""
+        leaves, spec = flatten(nest)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        slots = iter(range(len(tensors)))
+        plain = unflatten([_Slot(next(slots)) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        shapes = [_shape_of(t) for t in tensors]
+        description = pickle.dumps((plain, shapes))
+        said = b"" if description == self._description else description
+        self._description = description
+        places = _offsets(shapes, _HEADER + len(said))
+        needed, capacity = places[-1], self._capacity.bytes
+        buffer = torch.empty(max(needed, capacity), dtype=torch.uint8, device=self.outbox.link.device)
+        header = torch.tensor([needed, len(said), microbatch], dtype=torch.int64).view(torch.uint8)
+        text = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else header[:0]
+        buffer[: _HEADER + len(said)].copy_(torch.cat([header, text]))
+        _write(buffer, tensors, places)
+        self.outbox.post(buffer[:capacity])
+        if needed > capacity:
+            self.outbox.post(buffer[capacity:needed])
+        self._capacity.note(needed)
+        return tensors
+
+
+class BoundaryReceiver:
+    """Receives boundaries from the previous virtual stage."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._capacity = _Capacity()
+        self._nest: Any = None
+        self._shapes: list[TensorShape] = []
+        self._posted: tuple[Any, Tensor] | None = None
+        self._early: dict[int, tuple[Any, list[Tensor]]] = {}
+
+    def post(self) -> None:
+        """Start receiving the next message, unless that has been done."""
+        if self._posted is None:
+            buffer = torch.empty(self._capacity.bytes, dtype=torch.uint8, device=self.link.device)
+            self._posted = dist.irecv(buffer, self.link.peer, group=self.link.group), buffer
+
+    def take(self, microbatch: int) -> tuple[Any, list[Tensor]]:
+        """The boundary of a microbatch; messages of others that come before it are kept.
+
+        Returns:
+            the nest with fresh leaf tensors, and those that require a gradient, in order.
+        """
+        while microbatch not in self._early:
+            arrived, nest = self._next()
+            self._early[arrived] = nest
+        return self._early.pop(microbatch)
+
+    def _next(self) -> tuple[int, tuple[Any, list[Tensor]]]:
+        self.post()
+        assert self._posted is not None
+        work, buffer = self._posted
+        work.wait()
+        self._posted = None
+        head = buffer[:_HEADER].cpu().view(torch.int64)
+        needed, described, microbatch = head.tolist()
+        if needed > len(buffer):
+            whole = torch.empty(needed, dtype=torch.uint8, device=buffer.device)
+            dist.recv(whole[len(buffer) :], self.link.peer, group=self.link.group)
+            whole[: len(buffer)].copy_(buffer)
+            buffer = whole
+        self._capacity.note(needed)
+        if described:
+            # Bytes of a peer of this very job, over the job's own group.
+            text = buffer[_HEADER : _HEADER + described].cpu().numpy().tobytes()
+            self._nest, self._shapes = pickle.loads(text)
+        tensors = _read(buffer, self._shapes, _offsets(self._shapes, _HEADER + described))
+        grad = torch.is_grad_enabled()
+        leaves = [t.requires_grad_(required and grad) for t, (_, _, required) in zip(tensors, self._shapes)]
+        described_leaves, spec = flatten(self._nest)
+        nest = unflatten([leaves[x.index] if isinstance(x, _Slot) else x for x in described_leaves], spec)
+        return microbatch, (nest, [t for t in leaves if t.requires_grad])
+
+
+class GradientSender:
+    """Sends the gradients of a boundary to the virtual stage that it came from."""
+
+    def __init__(self, link: Link) -> None:
+        self.outbox = Outbox(link)
+
+    def send(self, leaves: Sequence[Tensor], microbatch: int) -> None:
+        """Start sending the gradients of what was received; zeros where nothing depends on a tensor."""
+        if not leaves:
+            return
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        places = _offsets([_shape_of(g) for g in gradients], 0)
+        buffer = torch.empty(places[-1], dtype=torch.uint8, device=self.outbox.link.device)
+        _write(buffer, gradients, places)
+        self.outbox.post(buffer)
+
+
+class GradientReceiver:
+    """Receives the gradients of boundaries that were sent; their order is the sender's."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._posted: tuple[Any, Tensor] | None = None
+        self._order: deque[int] = deque()
+        self._early: dict[int, list[Tensor]] = {}
+
+    def begin(self, order: Sequence[int]) -> None:
+        """A step starts.
+
+        Args:
+            order: microbatches, as the next virtual stage goes backward.
+        """
+        self._order = deque(order)
+
+    def post(self, sent: dict[int, list[Tensor]]) -> None:
+        """Start receiving the next message, where its sizes are known already and that has not been done.
+
+        Args:
+            sent: for microbatches that have gone forward, the tensors that wait for gradients.
+        """
+        if self._posted is None and self._order and (tensors := sent.get(self._order[0])):
+            size = _offsets([_shape_of(t) for t in tensors], 0)[-1]
+            buffer = torch.empty(size, dtype=torch.uint8, device=self.link.device)
+            self._posted = dist.irecv(buffer, self.link.peer, group=self.link.group), buffer
+
+    def take(self, microbatch: int, sent: dict[int, list[Tensor]]) -> list[Tensor]:
+        """The gradients of a microbatch's boundary; messages of others that come before it are kept."""
+        while microbatch not in self._early:
+            self.post(sent)
+            arriving = self._order.popleft()
+            tensors = sent[arriving]
+            if not tensors:  # nothing that could have a gradient: no message
+                self._early[arriving] = []
+                continue
+            assert self._posted is not None
+            work, buffer = self._posted
+            work.wait()
+            self._posted = None
+            shapes = [_shape_of(t) for t in tensors]
+            self._early[arriving] = _read(buffer, shapes, _offsets(shapes, 0))
+        return self._early.pop(microbatch)
+
+
+class Handover:
+    """Takes the place of the four where two neighbouring virtual stages live on one rank."""
+
+    def __init__(self) -> None:
+        self._boundaries: dict[int, tuple[Any, list[Tensor]]] = {}
+        self._gradients: dict[int, list[Tensor]] = {}
+
+    def send(self, nest: Any, microbatch: int) -> list[Tensor]:
+        """As :meth:`BoundarySender.send`."""
+        tensors: list[Tensor] = []
+        fresh: list[Tensor] = []
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            tensors.append(value)
+            # Memory of its own: the next stage may write into it while this one needs it for its backward.
+            fresh.append(value.detach().clone().requires_grad_(value.requires_grad))
+            return fresh[-1]
+
+        self._boundaries[microbatch] = map_leaves(leaf, nest), [t for t in fresh if t.requires_grad]
+        return tensors
+
+    def take(self, microbatch: int) -> tuple[Any, list[Tensor]]:
+        """As :meth:`BoundaryReceiver.take`."""
+        return self._boundaries.pop(microbatch)
+
+    def send_gradients(self, leaves: Sequence[Tensor], microbatch: int) -> None:
+        """As :meth:`GradientSender.send`."""
+        self._gradients[microbatch] = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
+
+    def take_gradients(self, microbatch: int) -> list[Tensor]:
+        """As :meth:`GradientReceiver.take`."""
+        return self._gradients.pop(microbatch)

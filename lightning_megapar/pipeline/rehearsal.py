@@ -10,7 +10,7 @@ another stage nobody would find them).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_megapar.pipeline.away import Away, Source, StageError
+from lightning_megapar.pipeline.chunks import RankCut
 from lightning_megapar.pipeline.cut import StageCut
 from lightning_megapar.pipeline.nest import tensors_of
 from lightning_megapar.pipeline.state import state_kept
@@ -128,8 +129,7 @@ def rehearsing(cut: StageCut) -> Iterator[None]:
         if path
     ]
     try:
-        with watch:
-            yield
+        yield
     finally:
         cut.ledger.recording = False
         for handle in handles:
@@ -185,33 +185,35 @@ def learn(cut: StageCut, everybody: Sequence[Notes]) -> bool:
 
 
 class Rehearsal:
-    """The rehearsals of one stage.
+    """The rehearsals of one rank.
 
     Args:
-        cut: this stage's.
+        cut: this rank's.
         collectives: the step itself holds collectives (tensor parallelism, FSDP2). A rank that fails alone then leaves
             its peers inside of one, so that it must end at once instead of telling everybody.
     """
 
-    def __init__(self, cut: StageCut, collectives: bool = False) -> None:
+    def __init__(self, cut: RankCut, collectives: bool = False) -> None:
         self.cut = cut
         self.collectives = collectives
         self.error: Exception | None = None
 
-    def forward(self, forward: Callable[[Any], tuple[bool, Any]], received: Any) -> tuple[bool, Any]:
+    def forward(self, forward: Callable[[Any], tuple[bool, Any]], received: Any, chunk: int = 0) -> tuple[bool, Any]:
         """Run one forward; an error does not leave the next stages waiting, :meth:`run` raises it on every rank."""
+        cut = self.cut.chunks[chunk]
         if received is not None and "failed" in received:
-            return self.cut.is_last, received
+            return cut.is_last, received
         earlier = received is not None and "news" in received
         try:
-            finished, value = forward(received)
+            with cut.watch:
+                finished, value = forward(received)
         except Exception as error:
             # What an earlier stage has only now learnt to send may be what is missing, on all peers alike.
-            if self.collectives and not earlier and not has_news(self.cut):
+            if self.collectives and not earlier and not has_news(cut):
                 raise
             self.error = error
-            return self.cut.is_last, {"failed": True}
-        if not finished and (earlier or has_news(self.cut)):
+            return cut.is_last, {"failed": True}
+        if not finished and (earlier or has_news(cut)):
             value["news"] = True
         return finished, value
 
@@ -224,23 +226,27 @@ class Rehearsal:
         Raises:
             StageError: on every rank, for what cannot be cut, with the remedy.
         """
-        cut = self.cut
+        cuts = self.cut.chunks
         for _ in range(ROUNDS):
             self.error = None
-            with state_kept(cut.module), rehearsing(cut):
+            with ExitStack() as stack:
+                stack.enter_context(state_kept(self.cut.module))
+                for cut in cuts:
+                    stack.enter_context(rehearsing(cut))
                 once()
-            everybody: list[Any] = [None] * dist.get_world_size()
+            gathered: list[Any] = [None] * dist.get_world_size()
             # Over all ranks: data ranks that take different branches must still rehearse equally often.
-            dist.all_gather_object(everybody, notes_of(cut, self.error))
+            dist.all_gather_object(gathered, [notes_of(cut, self.error) for cut in cuts])
+            everybody = [notes for one in gathered for notes in one]
             try:
-                again = learn(cut, everybody)
+                news = [learn(cut, everybody) for cut in cuts]
             except FirstStepError:
                 if self.error is not None:
                     raise self.error from None  # what somebody's step raised is what he should see
                 raise
-            if not again:
+            if not any(news):
                 return
-        raise StageError(endless(cut))
+        raise StageError(endless(cuts[-1]))
 
 
 def endless(cut: StageCut) -> str:

@@ -1,107 +1,308 @@
-"""Executes a schedule on one stage."""
+"""Executes a schedule on one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megapar.mesh import ParallelMesh
-from lightning_megapar.pipeline.exchange import Channel
-from lightning_megapar.pipeline.schedules import Schedule
+from lightning_megapar.pipeline.exchange import (
+    BoundaryReceiver,
+    BoundarySender,
+    GradientReceiver,
+    GradientSender,
+    Handover,
+    Link,
+)
+from lightning_megapar.pipeline.schedules import Action, Schedule, loop_placement
 
-ForwardStep = Callable[[int, Any], tuple[bool, Any]]
+ForwardStep = Callable[[int, int, Any], tuple[bool, Any]]
+"""``(chunk, microbatch, received boundary or None) -> (finished, value)``: ``finished`` with the step's result on the
+last virtual stage, else the boundary to send."""
 BackwardStep = Callable[[int, Any], None]
+"""``(microbatch, result)``: the backward of that microbatch's loss, on the last virtual stage."""
+
+
+class Postponed(Protocol):
+    """Weight gradients computed apart from the backward: a :class:`~lightning_megapar.layers.deferral.Deferral`."""
+
+    def collecting(self, key: tuple[int, int]) -> AbstractContextManager[None]:
+        """While active, layers leave their weight gradients under ``key``."""
+
+    def compute(self, key: tuple[int, int]) -> None:
+        """Compute what was left under ``key``."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """When an action ran on this rank: seconds of :func:`time.perf_counter`, without the wait for what it needs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+class PipelineError(RuntimeError):
+    """A neighbour did not send what an action needs; the text names the action, the cause is the transport's."""
+
+
+class _Ends:
+    """What one chunk receives from and sends to its neighbours; ``None`` at the ends of the model."""
+
+    def __init__(self) -> None:
+        self.boundary_in: BoundaryReceiver | Handover | None = None
+        self.boundary_out: BoundarySender | Handover | None = None
+        self.gradient_in: GradientReceiver | Handover | None = None
+        self.gradient_out: GradientSender | Handover | None = None
 
 
 class PipelineRuntime:
-    """Runs the actions of a stage and moves boundaries and their gradients between neighbours.
+    """Runs the actions of a rank and moves boundaries and their gradients between virtual stages.
+
+    Making one is collective over all ranks: every connection is opened here, in one fixed order.
 
     Args:
         mesh: the ranks; with pipeline size 1 nothing is sent.
         device: where boundaries live.
+        placement: for each rank of the pipeline the virtual stage of each of its chunks; by default one chunk each.
     """
 
-    def __init__(self, mesh: ParallelMesh, device: torch.device) -> None:
-        self.stage = mesh.coordinate("pipeline")
-        self.num_stages = mesh.size("pipeline")
-        self.forward_in = self.forward_out = self.backward_in = self.backward_out = None
-        if self.num_stages > 1:
-            forward, backward = mesh.direction_group("forward"), mesh.direction_group("backward")
-            if self.stage > 0:
-                previous = mesh.stage_rank(self.stage - 1)
-                self.forward_in = Channel(previous, forward, device)
-                self.backward_out = Channel(previous, backward, device)
-            if self.stage < self.num_stages - 1:
-                following = mesh.stage_rank(self.stage + 1)
-                self.forward_out = Channel(following, forward, device)
-                self.backward_in = Channel(following, backward, device)
-            # Stage by stage, so that no two ranks wait for each other.
-            if self.forward_in is not None and self.backward_out is not None:
-                self.forward_in.warm_up(send=False)
-                self.backward_out.warm_up(send=True)
-            if self.forward_out is not None and self.backward_in is not None:
-                self.forward_out.warm_up(send=True)
-                self.backward_in.warm_up(send=False)
+    def __init__(
+        self, mesh: ParallelMesh, device: torch.device, placement: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        self.rank = mesh.coordinate("pipeline")
+        self.placement = tuple(map(tuple, placement or loop_placement(mesh.size("pipeline"), 1)))
+        self.spans: list[Span] | None = None
+        """When it is a list, every action that has run is appended."""
+        self._holders = {k: (r, c) for r, row in enumerate(self.placement) for c, k in enumerate(row)}
+        self._ends = [_Ends() for _ in self.placement[self.rank]]
+        self._connect(mesh, device)
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self._ends)
+
+    def _connect(self, mesh: ParallelMesh, device: torch.device) -> None:
+        """Link by link in the order of the model, so that no two ranks wait for each other."""
+        groups = _Groups(mesh)
+        for k in range(len(self._holders) - 1):
+            (rank, chunk), (next_rank, next_chunk) = self._holders[k], self._holders[k + 1]
+            if rank == next_rank:
+                if rank == self.rank:
+                    here = Handover()
+                    before, after = self._ends[chunk], self._ends[next_chunk]
+                    before.boundary_out = before.gradient_in = after.boundary_in = after.gradient_out = here
+                continue
+            forward = groups.of("forward", rank, next_rank)
+            backward = groups.of("backward", next_rank, rank)
+            if self.rank == rank:
+                peer = mesh.stage_rank(next_rank)
+                out, back = Link(peer, forward, device), Link(peer, backward, device)
+                out.warm_up(send=True)
+                back.warm_up(send=False)
+                self._ends[chunk].boundary_out, self._ends[chunk].gradient_in = (
+                    BoundarySender(out),
+                    GradientReceiver(back),
+                )
+            elif self.rank == next_rank:
+                peer = mesh.stage_rank(rank)
+                into, back = Link(peer, forward, device), Link(peer, backward, device)
+                into.warm_up(send=False)
+                back.warm_up(send=True)
+                mine = self._ends[next_chunk]
+                mine.boundary_in, mine.gradient_out = BoundaryReceiver(into), GradientSender(back)
 
     def run(
         self,
         schedule: Schedule,
         forward: ForwardStep,
         backward: BackwardStep | None = None,
+        *,
         before_last_backward: Callable[[], None] | None = None,
         before_backward: Callable[[int], None] | None = None,
+        postponed: Postponed | None = None,
     ) -> None:
         """Run one step.
 
         Args:
-            schedule: actions per stage; its stage count is this pipeline's.
-            forward: ``(microbatch, received boundary or None) -> (finished, value)``; ``finished`` with the step's
-                result on the last stage, else the boundary to send.
-            backward: on the last stage, ``(microbatch, result) -> None`` runs the backward of that microbatch's loss.
+            schedule: its placement is this runtime's.
+            forward: runs one microbatch through one chunk.
+            backward: see :data:`BackwardStep`; not needed by a schedule of forwards alone.
             before_last_backward: called once before the step's last backward (gradient reduction starts with it).
             before_backward: called with the microbatch before each of its backwards.
+            postponed: where weight gradients wait; needed by schedules that split the backward.
+
+        Raises:
+            PipelineError: when a neighbour is gone or late; it names the action that waits.
         """
-        inputs: dict[int, list[Tensor]] = {}
-        outputs: dict[int, list[Tensor]] = {}
-        results: dict[int, Any] = {}
-        actions = schedule.ranks[self.stage]
-        last_backward = max((i for i, a in enumerate(actions) if a.kind == "backward"), default=-1)
-        training = last_backward >= 0
-        for index, action in enumerate(actions):
-            microbatch = action.microbatch
-            if action.kind == "forward":
-                received, leaves = (None, []) if self.forward_in is None else self.forward_in.receive()
-                finished, value = forward(microbatch, received)
-                if training:
-                    inputs[microbatch] = leaves
-                if finished:
-                    if training:
-                        results[microbatch] = value
-                else:
-                    assert self.forward_out is not None
-                    sent = self.forward_out.send(value)
-                    if training:
-                        outputs[microbatch] = [t for t in sent if t.requires_grad]
-                continue
-            if index == last_backward and before_last_backward is not None:
-                before_last_backward()
-            if before_backward is not None:
-                before_backward(microbatch)
-            if self.backward_in is None:
-                assert backward is not None
-                backward(microbatch, results.pop(microbatch))
-            else:
-                tensors = outputs.pop(microbatch)
-                gradients = [self.backward_in.receive_tensor(tuple(t.shape), t.dtype) for t in tensors]
-                if tensors:
-                    torch.autograd.backward(tensors, gradients)
-                del tensors, gradients
-            if self.backward_out is not None:
-                for leaf in inputs.pop(microbatch):
-                    self.backward_out.send_tensor(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-        for channel in (self.forward_out, self.backward_out):
-            if channel is not None:
-                channel.drain()
+        _Step(self, schedule, forward, backward, before_last_backward, before_backward, postponed).run()
+
+
+class _Groups:
+    """Process groups so that each has one link at most between any two ranks: NCCL matches messages by order alone."""
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+        self._taken: dict[str, list[set[frozenset[int]]]] = {"forward": [], "backward": []}
+        self._groups: dict[str, list[dist.ProcessGroup]] = {"forward": [], "backward": []}
+
+    def of(self, direction: str, source: int, target: int) -> dist.ProcessGroup:
+        """A group of the direction that has no link between the two stages yet; the same on every rank."""
+        pair = frozenset((source, target))
+        taken, groups = self._taken[direction], self._groups[direction]
+        index = next((i for i, pairs in enumerate(taken) if pair not in pairs), len(taken))
+        if index == len(taken):
+            taken.append(set())
+            groups.append(self._mesh.direction_group(direction) if index == 0 else self._new())
+        taken[index].add(pair)
+        return groups[index]
+
+    def _new(self) -> dist.ProcessGroup:
+        mine: Any = None
+        for line in self._mesh.lines("pipeline"):
+            group = dist.new_group(line)
+            if self._mesh.rank in line:
+                mine = group
+        return mine
+
+
+class _Step:
+    """One step of a rank: what waits between its actions."""
+
+    def __init__(
+        self,
+        runtime: PipelineRuntime,
+        schedule: Schedule,
+        forward: ForwardStep,
+        backward: BackwardStep | None,
+        before_last_backward: Callable[[], None] | None,
+        before_backward: Callable[[int], None] | None,
+        postponed: Postponed | None,
+    ) -> None:
+        self.runtime, self.schedule = runtime, schedule
+        self.forward, self.backward, self.postponed = forward, backward, postponed
+        self.before_last_backward, self.before_backward = before_last_backward, before_backward
+        self.actions = schedule.ranks[runtime.rank]
+        # Per chunk: microbatch -> received leaves, sent tensors, results.
+        self.inputs: list[dict[int, list[Tensor]]] = [{} for _ in runtime._ends]
+        self.outputs: list[dict[int, list[Tensor]]] = [{} for _ in runtime._ends]
+        self.results: list[dict[int, Any]] = [{} for _ in runtime._ends]
+        self.left = [sum(a.kind == "forward" and a.chunk == c for a in self.actions) for c in range(len(runtime._ends))]
+
+    def run(self) -> None:
+        for chunk, ends in enumerate(self.runtime._ends):
+            if isinstance(ends.gradient_in, GradientReceiver):
+                ends.gradient_in.begin(self._backward_order(chunk))
+            self._post(chunk)
+        last = max((i for i, a in enumerate(self.actions) if a.kind in ("backward", "backward_input")), default=-1)
+        for index, action in enumerate(self.actions):
+            if index == last and self.before_last_backward is not None:
+                self.before_last_backward()
+            start = self._do(action)
+            if self.runtime.spans is not None:
+                self.runtime.spans.append(Span(action, start, time.perf_counter()))
+        for ends in self.runtime._ends:
+            for sender in (ends.boundary_out, ends.gradient_out):
+                if isinstance(sender, (BoundarySender, GradientSender)):
+                    sender.outbox.drain()
+
+    def _backward_order(self, chunk: int) -> list[int]:
+        """The microbatches in the order in which the next virtual stage sends their gradients."""
+        k = self.runtime.placement[self.runtime.rank][chunk] + 1
+        rank, theirs = self.runtime._holders[k]
+        kinds = ("backward", "backward_input")
+        return [a.microbatch for a in self.schedule.ranks[rank] if a.chunk == theirs and a.kind in kinds]
+
+    def _post(self, chunk: int) -> None:
+        """Receives that can start now: they run while this rank computes."""
+        ends = self.runtime._ends[chunk]
+        if isinstance(ends.boundary_in, BoundaryReceiver) and self.left[chunk]:
+            ends.boundary_in.post()
+        if isinstance(ends.gradient_in, GradientReceiver):
+            ends.gradient_in.post(self.outputs[chunk])
+
+    def _do(self, action: Action) -> float:
+        """Run an action; when it started, its wait for others left out."""
+        if action.kind == "forward":
+            return self._forward(action)
+        if action.kind == "backward_weight":
+            start = time.perf_counter()
+            assert self.postponed is not None
+            self.postponed.compute((action.chunk, action.microbatch))
+            return start
+        return self._backward(action)
+
+    def _forward(self, action: Action) -> float:
+        chunk, microbatch, ends = action.chunk, action.microbatch, self.runtime._ends[action.chunk]
+        received, leaves = None, []
+        if ends.boundary_in is not None:
+            received, leaves = self._waiting(action, lambda: ends.boundary_in.take(microbatch))  # type: ignore[union-attr]
+        self.left[chunk] -= 1
+        self._post(chunk)
+        start = time.perf_counter()
+        finished, value = self.forward(chunk, microbatch, received)
+        training = self.schedule.is_training
+        if training and leaves:
+            self.inputs[chunk][microbatch] = leaves
+        if finished:
+            if training:
+                self.results[chunk][microbatch] = value
+        else:
+            assert ends.boundary_out is not None
+            sent = ends.boundary_out.send(value, microbatch)
+            if training:
+                self.outputs[chunk][microbatch] = [t for t in sent if t.requires_grad]
+                self._post(chunk)
+        return start
+
+    def _backward(self, action: Action) -> float:
+        chunk, microbatch, ends = action.chunk, action.microbatch, self.runtime._ends[action.chunk]
+        gradients: list[Tensor] = []
+        waiting = self.outputs[chunk]
+        if isinstance(ends.gradient_in, Handover):
+            gradients = ends.gradient_in.take_gradients(microbatch)
+        elif ends.gradient_in is not None:
+            receiver = ends.gradient_in
+            gradients = self._waiting(action, lambda: receiver.take(microbatch, waiting))
+        tensors = waiting.pop(microbatch, [])
+        self._post(chunk)
+        start = time.perf_counter()
+        if self.before_backward is not None:
+            self.before_backward(microbatch)
+        if action.kind == "backward_input":
+            assert self.postponed is not None
+            with self.postponed.collecting((chunk, microbatch)):
+                self._run_backward(chunk, microbatch, tensors, gradients)
+        else:
+            self._run_backward(chunk, microbatch, tensors, gradients)
+        del tensors, gradients
+        leaves = self.inputs[chunk].pop(microbatch, [])
+        if isinstance(ends.gradient_out, Handover):
+            ends.gradient_out.send_gradients(leaves, microbatch)
+        elif ends.gradient_out is not None:
+            ends.gradient_out.send(leaves, microbatch)
+        return start
+
+    def _run_backward(self, chunk: int, microbatch: int, tensors: list[Tensor], gradients: list[Tensor]) -> None:
+        if self.runtime._ends[chunk].gradient_in is None:
+            assert self.backward is not None
+            self.backward(microbatch, self.results[chunk].pop(microbatch))
+        elif tensors:
+            torch.autograd.backward(tensors, gradients)
+
+    def _waiting(self, action: Action, receive: Callable[[], Any]) -> Any:
+        try:
+            return receive()
+        except RuntimeError as error:
+            kind = action.kind.replace("_", " ")
+            raise PipelineError(
+                f"pipeline stage {self.runtime.rank} waits for its input of the {kind} of microbatch "
+                f"{action.microbatch}" + (f", chunk {action.chunk}" if action.chunk else "") + f": {error}"
+            ) from error

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from lightning_megapar.config import ConfigError, nearest_name
-from lightning_megapar.pipeline.partition import given_split, split_blocks
+from lightning_megapar.pipeline.partition import given_split, partition
+from lightning_megapar.pipeline.schedules.data import loop_placement
 from lightning_megapar.pipeline.survey import Survey
 
 PLACES = ("first", "last", "all")
@@ -22,12 +23,13 @@ class StagePlan:
 
     Args:
         stack: dotted name of the stack of blocks.
-        ranges: block range ``(start, stop)`` per stage.
+        ranges: block range ``(start, stop)`` per (virtual) stage.
         costs: parameters per block.
         outside: dotted name of each outside module with parameters -> ``"first"``, ``"last"`` or ``"all"``.
         before, after: parameters that run before and after the stack.
         blocks: dotted name of each block, in order.
         beside: for each block, dotted names of the modules of equally long lists that run along with it.
+        placement: for each rank of the pipeline the (virtual) stage of each of its chunks.
     """
 
     stack: str
@@ -38,15 +40,20 @@ class StagePlan:
     after: int
     blocks: tuple[str, ...] = ()
     beside: tuple[tuple[str, ...], ...] = ()
+    placement: tuple[tuple[int, ...], ...] = ()
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(stage, blocks, parameters) for a table."""
         rows = []
-        for stage, (start, stop) in enumerate(self.ranges):
-            total = sum(self.costs[start:stop])
-            total += self.before if stage == 0 else 0
-            total += self.after if stage == len(self.ranges) - 1 else 0
-            rows.append((str(stage), f"{self.stack}[{start}:{stop}]", f"{total:,}"))
+        for rank, chunks in enumerate(self.placement):
+            held, total = [], 0
+            for stage in chunks:
+                start, stop = self.ranges[stage]
+                held.append(f"{self.stack}[{start}:{stop}]")
+                total += sum(self.costs[start:stop])
+                total += self.before if stage == 0 else 0
+                total += self.after if stage == len(self.ranges) - 1 else 0
+            rows.append((str(rank), ", ".join(held), f"{total:,}"))
         return rows
 
     def stage_of(self) -> dict[str, int]:
@@ -224,7 +231,7 @@ def _seen_place(survey: Survey, name: str) -> str | None:
 
 def plan_stages(
     module: nn.Module,
-    num_stages: int,
+    pipeline: int | Sequence[Sequence[int]],
     *,
     stack: str | None = None,
     split: tuple[int, ...] | None = None,
@@ -235,9 +242,9 @@ def plan_stages(
 
     Args:
         module: the whole module, real or on the meta device.
-        num_stages: pipeline size.
+        pipeline: its size, or for each rank the virtual stage of each of its chunks.
         stack: dotted name of the stack, ``None`` to find it.
-        split: blocks per stage, ``None`` to balance parameters.
+        split: blocks per (virtual) stage, ``None`` to balance parameters.
         keep: outside module name -> ``"first"``, ``"last"`` or ``"all"``; goes before everything else.
         survey: where a run of the step was seen to use each outside module; without one, registration order decides.
 
@@ -245,6 +252,8 @@ def plan_stages(
         ConfigError: fewer blocks than stages, a split that does not add up, unknown names or places, a stack that the
             step was seen to use in a way that cannot be cut.
     """
+    placement = loop_placement(pipeline, 1) if isinstance(pipeline, int) else tuple(map(tuple, pipeline))
+    num_stages = sum(map(len, placement))
     path, names = blocks_of(module, num_stages, stack=stack, split=split)
     _refuse_layer_drop(module, path)
     if survey is not None:
@@ -269,12 +278,18 @@ def plan_stages(
     before = sum(cost for name, cost in cost_of.items() if outside[name] != "last")
     after = sum(cost for name, cost in cost_of.items() if outside[name] != "first")
     if split is None:
-        ranges = split_blocks([float(c) for c in costs], num_stages, float(before), float(after))
+        if len(costs) < num_stages:
+            chunks = f" x pipeline_chunks={len(placement[0])}" if len(placement[0]) > 1 else ""
+            raise ConfigError(
+                f"pipeline_parallel_size={len(placement)}{chunks} but the stack has only {len(costs)} blocks; "
+                f"valid values: 1 to {max(1, len(costs) // len(placement[0]))}"
+            )
+        ranges = partition([float(c) for c in costs], placement, float(before), float(after)).ranges
     else:
         if len(split) != num_stages:
             raise ConfigError(f"pipeline_split={split} names {len(split)} stages, pipeline_parallel_size={num_stages}")
         ranges = given_split(split, len(costs))
-    return StagePlan(path, ranges, tuple(costs), outside, before, after, tuple(names), beside)
+    return StagePlan(path, ranges, tuple(costs), outside, before, after, tuple(names), beside, placement)
 
 
 def _refuse_layer_drop(module: nn.Module, path: str) -> None:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ from lightning_megapar.data_parallel.gradients import GradientReducer
 from lightning_megapar.data_parallel.parameters import LogicalParameter, trainable
 from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.generators import generators_kept
+from lightning_megapar.layers.deferral import Deferral
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline import explain
 from lightning_megapar.pipeline.away import StageError
-from lightning_megapar.pipeline.cut import StageCut
+from lightning_megapar.pipeline.chunks import RankCut
 from lightning_megapar.pipeline.rehearsal import Rehearsal
 from lightning_megapar.pipeline.runtime import PipelineRuntime
-from lightning_megapar.pipeline.schedules import Schedule, build_schedule
+from lightning_megapar.pipeline.schedules import Schedule, build_schedule, forward_schedule
 from lightning_megapar.step.log import LogExchange, LogRecorder, StepReport
 from lightning_megapar.step.random_streams import RandomStreams
 
@@ -77,9 +79,11 @@ class StepperBase:
         device: this rank's device.
         parameters: this rank's logical parameters.
         owner: what the parameters belong to; see :meth:`fits`.
-        cut: this stage's share of the module, ``None`` without a pipeline.
+        cut: this rank's share of the module, ``None`` without a pipeline.
         zero: FSDP2 units, ``None`` for zero_stage 0.
+        deferral: where weight gradients wait under a schedule that splits the backward.
         schedule: schedule name.
+        placement: for each rank of the pipeline the virtual stage of each of its chunks.
         num_microbatches: microbatches per batch (fewer for a ragged last batch).
         streams: seeds torch's generators for each microbatch; ``None`` leaves them alone.
         forward_context: makes the precision plugin's context around one forward.
@@ -92,9 +96,11 @@ class StepperBase:
         parameters: Sequence[LogicalParameter],
         *,
         owner: object = None,
-        cut: StageCut | None = None,
+        cut: RankCut | None = None,
         zero: ZeroUnits | None = None,
+        deferral: Deferral | None = None,
         schedule: str = "1f1b",
+        placement: tuple[tuple[int, ...], ...] = ((0,),),
         num_microbatches: int = 1,
         streams: RandomStreams | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -104,7 +110,9 @@ class StepperBase:
         self.owner = owner
         self.cut = cut
         self.zero = zero
+        self.deferral = deferral
         self.schedule_name = schedule
+        self.placement = placement
         self.num_microbatches = num_microbatches
         self.streams = streams
         self.forward_context = forward_context
@@ -115,7 +123,7 @@ class StepperBase:
         # The same on every stage, whether or not it sees the loss.
         double = any(record.parameter.dtype == torch.float64 for record in parameters)
         self.loss_dtype = torch.float64 if double else torch.float32
-        self.runtime = PipelineRuntime(mesh, device)
+        self.runtime = PipelineRuntime(mesh, device, placement)
         self.reducer = GradientReducer(parameters, mesh)
         self.exchange = LogExchange(mesh, device)
         self.steps = 0
@@ -175,17 +183,20 @@ class StepperBase:
     def _schedule(self, name: str, microbatches: int) -> Schedule:
         key = (name, microbatches)
         if key not in self._schedules:
-            self._schedules[key] = build_schedule(name, self.mesh.size("pipeline"), microbatches)
+            if name == "forward":
+                self._schedules[key] = forward_schedule(self.placement, microbatches)
+            else:
+                self._schedules[key] = build_schedule(name, len(self.placement), microbatches, len(self.placement[0]))
         return self._schedules[key]
 
-    def _call(self, step: Callable[[], Any], microbatch: int, received: Any) -> tuple[bool, Any]:
+    def _call(self, step: Callable[[], Any], microbatch: int, received: Any, chunk: int = 0) -> tuple[bool, Any]:
         if self.streams is not None:
             self.streams.begin_microbatch(self.steps, microbatch)
         self._running = True
         repeated, self._repeated = self._repeated, None
         try:
             with self.forward_context():
-                finished, value = (True, step()) if self.cut is None else self.cut.call(step, received)
+                finished, value = (True, step()) if self.cut is None else self.cut.call(step, received, chunk)
         except StageError as error:
             if repeated is None:
                 raise
@@ -220,22 +231,28 @@ class StepperBase:
         rehearsal = Rehearsal(self.cut, self.mesh.size("tensor") > 1 or self.zero is not None)
 
         def once() -> None:
-            recorder = LogRecorder()
-            recorder.begin_microbatch(0, count)
-
-            def forward(received: Any) -> tuple[bool, Any]:
+            def run(chunk: int, received: Any) -> tuple[bool, Any]:
+                recorder = LogRecorder()
+                recorder.begin_microbatch(0, count)
                 with recorder.attached(results):
-                    finished, value = self._call(lambda: step(copied(piece)), 0, received)
+                    finished, value = self._call(lambda: step(copied(piece)), 0, received, chunk)
                 if finished:
                     recorder.complete()
                 return finished, value
 
+            def forward(chunk: int, _: int, received: Any) -> tuple[bool, Any]:
+                return rehearsal.forward(partial(run, chunk), received, chunk)
+
             with self._keep_generators():
                 schedule = self._schedule("forward", 1)
-                self.runtime.run(schedule, lambda _, received: rehearsal.forward(forward, received))
+                self.runtime.run(schedule, forward)
 
         rehearsal.run(once)
         self._repeated = f"{'training' if kind == 'train' else kind}_step"
+
+    def _recorder_of(self, chunk: int, recorder: LogRecorder) -> LogRecorder:
+        """What a chunk's run of the step logs to: only the one that gets to the loss counts."""
+        return recorder if self.cut is None or self.cut.chunks[chunk].is_last else LogRecorder()
 
     def _fill_absent_logs(self, recorder: LogRecorder) -> None:
         if self.cut is None or not self.cut.is_last:

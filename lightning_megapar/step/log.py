@@ -162,7 +162,7 @@ class LogExchange:
         self.device = device
         self._known: dict[int, tuple[LogEntry, ...]] = {0: ()}
         self._capacity = 16
-        last = mesh.size("pipeline") - 1
+        last = mesh.loss_stage
         places = [mesh.layout.coordinates(r) for r in range(mesh.layout.world_size)]
         self._speakers = [r for r, p in enumerate(places) if p["pipeline"] == last and p["tensor"] == 0]
         self._speaks = mesh.rank in self._speakers
@@ -189,7 +189,7 @@ class LogExchange:
             RuntimeError: when data ranks logged different names in the same step, or when tensor or pipeline ranks
                 saw different batches.
         """
-        entries = tuple(recorder.entries.values()) if self.mesh.is_last_stage else ()
+        entries = tuple(recorder.entries.values()) if self.mesh.has_loss else ()
         signature = float(zlib.crc32("\n".join(e.signature() for e in entries).encode())) if entries else 0.0
         packet = self._pack(entries, signature, loss_sum, weight, flag, fingerprint)
         if self.mesh.layout.world_size == 1:

@@ -52,14 +52,15 @@ class RandomStreams:
     Args:
         seed: of the run.
         data_rank: ranks that see different samples draw different numbers.
-        blocks: the stack's blocks in global order (stand-ins included); empty where there is no dropout to key.
+        blocks: for each of the stack's blocks, in global order, what it is on this rank (itself, stand-ins); empty
+            where there is no dropout to key.
     """
 
-    def __init__(self, seed: int, data_rank: int, blocks: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, seed: int, data_rank: int, blocks: Sequence[Sequence[nn.Module]] = ()) -> None:
         self.seed = seed
         self.data_rank = data_rank
         self._place = ""
-        for index, block in enumerate(blocks):
+        for index, block in ((index, block) for index, places in enumerate(blocks) for block in places):
             block.register_forward_pre_hook(self._before(index))
             # Also after it: what is drawn between two blocks must not depend on whether this one ran here.
             block.register_forward_hook(self._after(index))

@@ -41,7 +41,7 @@ class StageCompute:
         if self._in_step() or self._busy[0]:
             return self.inner()
         value = None
-        if self._mesh.is_last_stage:
+        if self._mesh.has_loss:
             self._busy[0] = True
             try:
                 value = self.inner()
@@ -55,10 +55,10 @@ def from_last_stage(value: Any, mesh: ParallelMesh, device: torch.device | None 
 
     Collective over the pipeline; the value must be picklable.
     """
-    last = mesh.stage_rank(mesh.size("pipeline") - 1)
+    last = mesh.stage_rank(mesh.loss_stage)
     box = [tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, value)]
     dist.broadcast_object_list(box, src=last, group=mesh.group("pipeline"))
-    if mesh.is_last_stage:
+    if mesh.has_loss:
         return value
     return tree_map(lambda x: x.to(device or "cpu") if isinstance(x, Tensor) else x, box[0])
 

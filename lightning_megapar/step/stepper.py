@@ -111,11 +111,12 @@ class Stepper(StepperBase):
         by_tokens: list[bool] = []
         outputs: list[Any] = []
 
-        def forward(microbatch: int, received: Any) -> tuple[bool, Any]:
+        def forward(chunk: int, microbatch: int, received: Any) -> tuple[bool, Any]:
             piece, count = pieces[microbatch]
-            recorder.begin_microbatch(microbatch, count)
-            with recorder.attached(results):
-                finished, value = self._call(lambda: step(piece), microbatch, received)
+            log = self._recorder_of(chunk, recorder)
+            log.begin_microbatch(microbatch, count)
+            with log.attached(results):
+                finished, value = self._call(lambda: step(piece), microbatch, received, chunk)
             if finished:
                 loss, tokens = _loss_of(value)
                 losses.append(loss.detach())
@@ -142,7 +143,14 @@ class Stepper(StepperBase):
 
         schedule = self._schedule(self.schedule_name, len(pieces))
         with self._keep_generators():
-            self.runtime.run(schedule, forward, backward, release, before_backward)
+            self.runtime.run(
+                schedule,
+                forward,
+                backward,
+                before_last_backward=release,
+                before_backward=before_backward,
+                postponed=self.deferral,
+            )
         if len(set(by_tokens)) > 1:
             raise StepContractError("training_step returned num_valid_tokens for some microbatches only")
         self._fill_absent_logs(recorder)
@@ -312,11 +320,12 @@ class Stepper(StepperBase):
         outputs: list[Any] = []
         weights: list[Tensor] = []
 
-        def forward(microbatch: int, received: Any) -> tuple[bool, Any]:
+        def forward(chunk: int, microbatch: int, received: Any) -> tuple[bool, Any]:
             piece, count = pieces[microbatch]
-            recorder.begin_microbatch(microbatch, count)
-            with recorder.attached(results):
-                finished, value = self._call(lambda: step(piece), microbatch, received)
+            log = self._recorder_of(chunk, recorder)
+            log.begin_microbatch(microbatch, count)
+            with log.attached(results):
+                finished, value = self._call(lambda: step(piece), microbatch, received, chunk)
             if finished:
                 outputs.append(detach(value))
                 tokens = value.get("num_valid_tokens") if isinstance(value, dict) else None

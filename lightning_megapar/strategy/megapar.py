@@ -47,8 +47,8 @@ class MegaParStrategy(StepStrategy):
 
     Args:
         tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size,
-        data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_blocks,
-        pipeline_stack, pipeline_split, sharding_plan, cluster: see
+        data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_chunks,
+        pipeline_blocks, pipeline_stack, pipeline_split, sharding_plan, cluster: see
             :class:`~lightning_megapar.config.ParallelConfig`. Every size may be ``"auto"``.
         pipeline_keep: module name -> ``"first"``, ``"last"`` or ``"all"``: where a module beside the pipelined stack
             is needed, when neither a trial run of the first batch nor its place in the registration order says so.
@@ -78,6 +78,7 @@ class MegaParStrategy(StepStrategy):
         zero_stage: int = 0,
         num_microbatches: Any = "auto",
         pipeline_schedule: str = "1f1b",
+        pipeline_chunks: Any = "auto",
         pipeline_blocks: str | None = None,
         pipeline_stack: str | None = None,
         pipeline_split: Any = None,
@@ -103,6 +104,7 @@ class MegaParStrategy(StepStrategy):
             zero_stage=zero_stage,
             num_microbatches=num_microbatches,
             pipeline_schedule=pipeline_schedule,
+            pipeline_chunks=pipeline_chunks,
             pipeline_blocks=pipeline_blocks,
             pipeline_stack=pipeline_stack,
             pipeline_split=pipeline_split,
@@ -262,7 +264,9 @@ class MegaParStrategy(StepStrategy):
             owner=self.prepared,
             cut=self.prepared.cut,
             zero=self.prepared.zero,
-            schedule=self.config.pipeline_schedule,
+            deferral=self.prepared.deferral,
+            schedule=self.schedule,
+            placement=self.placement,
             num_microbatches=self.num_microbatches,
             streams=self.prepared.streams,
             forward_context=self.precision_plugin.forward_context,

@@ -25,6 +25,7 @@ from lightning_megapar.launch import (
     resolve_environment,
 )
 from lightning_megapar.mesh import ParallelMesh
+from lightning_megapar.pipeline.schedules import placement_of
 
 
 class MeshStrategy(ParallelStrategy):
@@ -63,6 +64,17 @@ class MeshStrategy(ParallelStrategy):
         if self._layout is None:
             self._layout, self._layout_reason = self.config.resolve(self.num_nodes * self.num_processes)
         return self._layout
+
+    @property
+    def schedule(self) -> str:
+        """Name of the pipeline's schedule; without a pipeline one for microbatches in turn."""
+        return self.config.pipeline_schedule if self.layout.pipeline > 1 else "1f1b"
+
+    @property
+    def placement(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the virtual stage of each of its chunks."""
+        stages = self.layout.pipeline
+        return placement_of(self.schedule, stages, self.config.chunks if stages > 1 else 1)
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -129,7 +141,9 @@ class MeshStrategy(ParallelStrategy):
         world = dist.group.WORLD if dist.is_initialized() else None
         if self._mesh is None or self._mesh.layout != self.layout or self._world is not world:
             self._world = world
-            self._mesh = ParallelMesh(self.layout, self.global_rank, self.root_device.type)
+            last = max(self.placement, key=max)
+            loss_stage = self.placement.index(last)
+            self._mesh = ParallelMesh(self.layout, self.global_rank, self.root_device.type, loss_stage)
             rank_zero_info(f"layout: {self.layout.describe()} ({self._layout_reason})")
             if self.layout.world_size > 1:
                 print_rank_table(self.layout, self.num_processes)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_megapar.checkpoint.hugging_face.reading import fill_module, plan_reading
-from lightning_megapar.config import ConfigError, Layout, ParallelConfig
+from lightning_megapar.config import SPLIT_BACKWARDS, ConfigError, Layout, ParallelConfig
 from lightning_megapar.data_parallel.parameters import (
     LogicalParameter,
     ModuleNames,
@@ -26,8 +26,11 @@ from lightning_megapar.data_parallel.parameters import (
 )
 from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.layers.collectives import TensorRanks
+from lightning_megapar.layers.deferral import Deferral
 from lightning_megapar.mesh import ParallelMesh
-from lightning_megapar.pipeline.cut import StageCut, StagePlan, plan_stages
+from lightning_megapar.pipeline.chunks import RankCut
+from lightning_megapar.pipeline.cut import StagePlan, plan_stages
+from lightning_megapar.pipeline.schedules import placement_of
 from lightning_megapar.pipeline.stages import blocks_of, largest_stacks, outside_of
 from lightning_megapar.pipeline.survey import Survey, survey_module
 from lightning_megapar.sharding.apply import shard_module
@@ -53,6 +56,7 @@ class PreparedModule:
         plan, cut: the pipeline's, ``None`` without one.
         zero: FSDP2 units, ``None`` for zero_stage 0.
         streams: layout-free random streams, ``None`` on a single rank.
+        deferral: where weight gradients wait, ``None`` under schedules with whole backwards.
         stages: canonical parameter name -> stages that hold it.
         choice: how layers that are not ours are sharded over the tensor ranks.
         blueprints: the module's transformers models, whole and without memory.
@@ -62,12 +66,13 @@ class PreparedModule:
     names: ModuleNames
     parameters: list[LogicalParameter]
     plan: StagePlan | None
-    cut: StageCut | None
+    cut: RankCut | None
     zero: ZeroUnits | None
     streams: RandomStreams | None
     stages: dict[str, tuple[int, ...]]
     choice: PlanChoice = field(default_factory=PlanChoice)
     blueprints: tuple[Blueprint, ...] = ()
+    deferral: Deferral | None = None
 
 
 def prepare_module(
@@ -132,13 +137,18 @@ def prepare_module(
     pipeline = mesh.size("pipeline")
     plan = cut = None
     if pipeline > 1:
+        placement = placement_of(config.pipeline_schedule, pipeline, config.chunks)
         named: dict[str, Any] = {"stack": config.pipeline_blocks, "split": config.pipeline_split}
-        survey = None if trial is None else _survey(module, pipeline, trial, convert, named)
-        plan = plan_stages(module, pipeline, keep=keep, survey=survey, **named)
+        survey = None if trial is None else _survey(module, pipeline * config.chunks, trial, convert, named)
+        plan = plan_stages(module, placement, keep=keep, survey=survey, **named)
     if mesh.layout.world_size > 1:
         _take_values_of_rank_zero(module, device, loaded)
     if plan is not None:
-        cut = StageCut(module, plan, mesh.coordinate("pipeline"), device)
+        cut = RankCut(module, plan, placement[mesh.coordinate("pipeline")], device)
+    deferral = None
+    if cut is not None and config.pipeline_schedule in SPLIT_BACKWARDS:
+        deferral = Deferral()
+        deferral.connect(module)
     tensor = mesh.submesh("tensor")
     shard_module(module, tensor, config.sequence_parallel and mesh.size("tensor") > 1)
     if assignments and tensor is not None:
@@ -150,7 +160,9 @@ def prepare_module(
     _refuse_meta(module)
     streams = None
     if mesh.layout.world_size > 1:
-        keyed = _blocks(module, plan) if uses_dropout(module) else []
+        keyed: list[Sequence[nn.Module]] = []
+        if uses_dropout(module):
+            keyed = [cut.places_of(name) for name in cut.plan.blocks] if cut else [[b] for b in _blocks(module, plan)]
         streams = RandomStreams(seed, mesh.coordinate("data"), keyed)
     zero = None
     sharded: set[str] = set()
@@ -167,7 +179,9 @@ def prepare_module(
         cut.install_hooks()
     stages = _stages_of(module, names, mesh)
     parameters = collect_parameters(module, names, stages, partial_parameter_names(module, names), sharded)
-    return PreparedModule(mesh.layout, names, parameters, plan, cut, zero, streams, stages, choice, blueprints)
+    return PreparedModule(
+        mesh.layout, names, parameters, plan, cut, zero, streams, stages, choice, blueprints, deferral
+    )
 
 
 def _pricing(config: ParallelConfig, mesh: ParallelMesh, dtype: str) -> Pricing | None:
@@ -210,7 +224,8 @@ def check_module(
     plan_reading(module, names, record_blueprints(module), load_from or {}, load_except)
     check_written_plan(module, config.sharding_plan, layout.tensor)
     if layout.pipeline > 1:
-        plan_stages(module, layout.pipeline, stack=config.pipeline_blocks, split=config.pipeline_split, keep=keep)
+        placement = placement_of(config.pipeline_schedule, layout.pipeline, config.chunks)
+        plan_stages(module, placement, stack=config.pipeline_blocks, split=config.pipeline_split, keep=keep)
 
 
 def _survey(

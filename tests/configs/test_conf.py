@@ -68,7 +68,15 @@ def test_the_issue_s_groups_and_options_exist() -> None:
         "auto", "single", "dp2", "tp2", "pp2", "dp2_tp2", "dp2_pp2", "tp2_pp2", "dp2_tp2_pp2"
     }  # fmt: skip
     assert GROUPS["data"] == ["stdlib", "text"] and GROUPS["precision"] == ["bf16", "fp32"]
-    assert GROUPS["schedule"] == ["1f1b", "gpipe"] and GROUPS["optimizer"] == ["adamw", "sgd"]
+    assert GROUPS["schedule"] == [
+        "1f1b",
+        "dualpipe_v",
+        "gpipe",
+        "interleaved_1f1b",
+        "zb_h1",
+        "zb_h2",
+        "zbv",
+    ] and GROUPS["optimizer"] == ["adamw", "sgd"]
 
 
 def test_the_sizes_that_the_models_are_named_after() -> None:

@@ -191,7 +191,7 @@ def test_an_experiment_may_choose_another_option_and_change_it(conf: Path) -> No
         ("parallel.zero_stage=true", "'parallel.zero_stage' is True; expected a whole number"),
         ("seed=abc", "'seed' is 'abc'; expected a whole number (command line)"),
         ("parallel.sequence_parallel=1", "'parallel.sequence_parallel' is 1; expected true or false"),
-        ("schedule.name=zero_bubble", "expected 'gpipe' or '1f1b'"),
+        ("schedule.name=zero_bubble", "expected 'gpipe' or '1f1b' or 'interleaved_1f1b'"),
         ("optimizer.betas=3", "'optimizer.betas' is 3; expected a list"),
         ("data=text", "'data.source' must be given (conf/data/text.yaml:3)"),
         ("~model", "'model' is missing"),

@@ -149,7 +149,7 @@ def fit(layout: str, module: type[Net], validate: bool = True, **kwargs: Any) ->
     return hostile.fit(layout, module, validate=loaders if validate else None, **kwargs)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "dp2_pp2"])
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "dp2_pp2", "pp2_zbv"])
 @pytest.mark.parametrize("module", [BestSoFar, Collections, Everything], ids=lambda m: m.__name__)
 def test_every_rank_sees_what_plain_lightning_logs(pool: RankPool, module: type[Net], layout: str) -> None:
     expected = fit(hostile.PLAIN, module)

@@ -233,7 +233,7 @@ class CalledOutside(Net):
             self(torch.ones(1, 8).double())
 
 
-@pytest.mark.parametrize("layout", ["pp2", "pp4"])
+@pytest.mark.parametrize("layout", ["pp2", "pp4", "pp2_zbv"])
 @pytest.mark.parametrize(
     "module",
     [
@@ -247,7 +247,7 @@ def test_like_plain_lightning(pool: RankPool, module: type[Net], layout: str) ->
     hostile.agree(pool.run(hostile.fit, hostile.LAYOUTS[layout][0], layout, module, mode="trainer"), expected)
 
 
-@pytest.mark.parametrize("layout", ["pp2", "dp2_zero1", "tp2_pp2", "dp2_pp2_zero1"])
+@pytest.mark.parametrize("layout", ["pp2", "dp2_zero1", "tp2_pp2", "dp2_pp2_zero1", "pp2_interleaved"])
 def test_values_in_a_shared_dict(pool: RankPool, layout: str) -> None:
     expected = hostile.fit(hostile.PLAIN, SharedKeys)
     hostile.agree(pool.run(hostile.fit, hostile.LAYOUTS[layout][0], layout, SharedKeys, mode="trainer"), expected)
@@ -265,7 +265,7 @@ def test_recomputed_blocks_draw_the_same_dropout(pool: RankPool) -> None:
     assert hostile.differences(recomputed, kept, tolerance=1e-12) == []
 
 
-@pytest.mark.parametrize("layout", ["pp2", "pp4"])
+@pytest.mark.parametrize("layout", ["pp2", "pp4", "pp2_interleaved", "pp2_zbv"])
 def test_dropout_around_the_blocks_is_the_same_on_all_stages(pool: RankPool, layout: str) -> None:
     """As on ranks that all run the whole module."""
     options = {"num_microbatches": 4}

@@ -15,6 +15,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp4": (4, {"tensor_parallel_size": 4}),
     "pp2": (2, {"pipeline_parallel_size": 2}),
     "pp2_gpipe": (2, {"pipeline_parallel_size": 2, "pipeline_schedule": "gpipe"}),
+    "pp2_zb_h1": (2, {"pipeline_parallel_size": 2, "pipeline_schedule": "zb_h1"}),
+    "tp2_pp2_zb_h2": (
+        4,
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "pipeline_schedule": "zb_h2", "num_microbatches": 4},
+    ),
+    "pp2_interleaved": (2, {"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved_1f1b"}),
+    "pp2_zbv": (2, {"pipeline_parallel_size": 2, "pipeline_schedule": "zbv"}),
+    "tp2_pp2_dualpipe_v": (
+        4,
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "pipeline_schedule": "dualpipe_v"},
+    ),
     "pp4": (4, {"pipeline_parallel_size": 4}),
     "pp3_uneven": (3, {"pipeline_parallel_size": 3, "pipeline_split": (2, 1, 1), "num_microbatches": 4}),
     "dp2_tp2": (4, {"data_parallel_size": 2, "tensor_parallel_size": 2}),

@@ -93,7 +93,7 @@ class Stages:
             notes = []
             for module, cut in zip(self.modules, self.cuts):
                 error = None
-                with state_kept(module), rehearsing(cut):
+                with state_kept(module), rehearsing(cut), cut.watch:
                     try:
                         _, value = cut.call(partial(step, module), received)
                         received = send(value)[0]

@@ -1,0 +1,161 @@
+"""Weight gradients that wait: the half of a linear layer's backward for which no other stage waits.
+
+The backward of ``y = x W^T + b`` gives the gradient of ``x``, which the layer before needs, and those of ``W`` and
+``b``, which only the optimizer needs. Zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2023) run
+the second half later, where a stage would be idle. While a :class:`Deferral` collects, linear layers leave a closure
+with ``x`` and the gradient of ``y`` instead of computing it; everything else (norms, embeddings, recomputation, which
+happens once) belongs to the first half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+Key = tuple[int, int]
+"""(chunk, microbatch)."""
+
+
+class Deferral:
+    """The weight gradients of one rank that wait, by chunk and microbatch."""
+
+    def __init__(self) -> None:
+        self._key: Key | None = None
+        self._waiting: dict[Key, list[tuple[nn.Parameter, Callable[[], Tensor]]]] = {}
+
+    @contextmanager
+    def collecting(self, key: Key) -> Iterator[None]:
+        """While active, backwards of connected layers leave their weight gradients under ``key``."""
+        self._key = key
+        try:
+            yield
+        finally:
+            self._key = None
+
+    def takes(self, parameter: Any, gradient: Callable[[], Tensor]) -> bool:
+        """Leave a gradient for later.
+
+        Args:
+            parameter: whose it is.
+            gradient: computes it, in the parameter's layout.
+
+        Returns:
+            ``False`` when it has to be computed now: nothing collects, the tensor is no leaf that keeps a gradient, or
+            somebody waits for the gradient by a hook.
+        """
+        if self._key is None or not (getattr(parameter, "is_leaf", False) and parameter.requires_grad):
+            return False
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return False
+        self._waiting.setdefault(self._key, []).append((parameter, gradient))
+        return True
+
+    @torch.no_grad()
+    def compute(self, key: Key) -> None:
+        """Compute what waits under ``key`` and add it to each parameter's ``.grad``."""
+        for parameter, gradient in self._waiting.pop(key, ()):
+            value = gradient()
+            parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
+
+    def connect(self, module: nn.Module) -> None:
+        """Let every linear layer in ``module`` use this: torch's, transformers' ``Conv1D`` and this package's own.
+
+        To be called before layers get a sharded forward. Layers whose class is another one compute as ever.
+        """
+        for child in module.modules():
+            if type(child) is nn.Linear:
+                child.__class__ = _Linear
+            elif type(child).__name__ == "Conv1D" and hasattr(child, "nf"):
+                child.__class__ = _conv1d(type(child))
+            elif not hasattr(type(child), "deferral"):
+                continue
+            vars(child)["deferral"] = self
+
+
+def put_off(deferral: Deferral | None, parameter: Any, gradient: Callable[[], Tensor]) -> Tensor | None:
+    """The gradient now, or ``None`` when it waits."""
+    if deferral is not None and deferral.takes(parameter, gradient):
+        return None
+    return gradient()
+
+
+class _Product(torch.autograd.Function):
+    """``x @ weight^T + bias``, or ``x @ weight + bias`` for a weight that lies (in, out)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral, transposed: bool
+    ) -> Tensor:
+        kind = x.device.type
+        ctx.input_dtype, ctx.deferral, ctx.transposed = x.dtype, deferral, transposed
+        ctx.own = weight, bias  # what recomputation saves in their place has no .grad that anybody reads
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        ctx.save_for_backward(x, weight)
+        rows = weight.to(x.dtype).t() if transposed else weight.to(x.dtype)
+        return F.linear(x, rows, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        (own, bias), transposed = ctx.own, ctx.transposed
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            rows = weight.to(gradient.dtype)
+            grad_x = (flat @ (rows.t() if transposed else rows)).view(x.shape).to(ctx.input_dtype)
+        if ctx.needs_input_grad[1]:
+            inputs = x.reshape(-1, x.shape[-1])
+            grad_weight = put_off(
+                ctx.deferral,
+                own,
+                lambda: (inputs.t() @ flat if transposed else flat.t() @ inputs).to(weight.dtype),
+            )
+        if bias is not None and ctx.needs_input_grad[2]:
+            grad_bias = put_off(ctx.deferral, bias, lambda: flat.sum(0).to(bias.dtype))
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral | None, transposed: bool = False
+) -> Tensor:
+    """``F.linear`` whose weight gradients may wait.
+
+    Args:
+        x: (..., in).
+        weight: (out, in), or (in, out) when ``transposed``.
+        bias: (out), or ``None``.
+        deferral: where they wait; without one this is ``F.linear``.
+        transposed: see ``weight``.
+    """
+    if deferral is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return F.linear(x, weight.t() if transposed else weight, bias)
+    return _Product.apply(x, weight, bias, deferral, transposed)
+
+
+class _Linear(nn.Linear):
+    """``nn.Linear`` with a deferral."""
+
+    deferral: Deferral | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias, self.deferral)
+
+
+_Linear.__name__, _Linear.__qualname__ = nn.Linear.__name__, nn.Linear.__qualname__
+
+
+def _conv1d(base: type[nn.Module]) -> type[nn.Module]:
+    """transformers' ``Conv1D`` with a deferral."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias, self.deferral, transposed=True)
+
+    return type(base.__name__, (base,), {"forward": forward, "deferral": None, "__module__": base.__module__})

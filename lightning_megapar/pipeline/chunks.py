@@ -1,0 +1,89 @@
+"""The chunks of one rank: several virtual stages of one module, of which one at a time runs the user's step.
+
+Between steps the module holds all layers of the rank and stand-ins for the rest: that is what optimizers, checkpoints
+and callbacks see. While a chunk runs, the layers of the rank's other chunks are stand-ins as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_megapar.pipeline.cut import Boundary, StageCut, StagePlan, children_of
+from lightning_megapar.pipeline.stand_ins import StandIn, replace_child
+
+
+class RankCut:
+    """One rank's share of a module.
+
+    Args:
+        module: the whole module; cut in place.
+        plan: of the virtual stages.
+        stages: the virtual stage of each of this rank's chunks.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self, module: nn.Module, plan: StagePlan, stages: Sequence[int], device: torch.device | None = None
+    ) -> None:
+        self.module = module
+        self.plan = plan
+        children = children_of(module, plan)
+        self.chunks = tuple(StageCut(module, plan, stage, device, children) for stage in stages)
+        self._local = {name: child for cut in self.chunks for name, child in cut.local_modules.items()}
+        self._rest: list[tuple[nn.Module, str, nn.Module]] = []
+        for name in children:
+            owner_path, _, child_name = name.rpartition(".")
+            shown = self._local.get(name) or self.chunks[0].stand_ins[name]
+            self._rest.append((module.get_submodule(owner_path), child_name, shown))
+        self._show_all()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether one of the chunks computes the loss."""
+        return any(cut.is_last for cut in self.chunks)
+
+    def _show_all(self) -> None:
+        for owner, child_name, shown in self._rest:
+            replace_child(owner, child_name, shown)
+
+    def places_of(self, name: str) -> list[nn.Module]:
+        """What a block is on this rank: itself, and whatever stands for it."""
+        own = [self._local[name]] if name in self._local else []
+        return [*own, *(cut.stand_ins[name] for cut in self.chunks if name in cut.stand_ins)]
+
+    def install_hooks(self) -> None:
+        """See :meth:`~lightning_megapar.pipeline.cut.StageCut.install_hooks`; also: what has become of the dtypes."""
+        for cut in self.chunks:
+            for name, stand_in in cut.stand_ins.items():
+                source = self._local.get(name) or self.chunks[0].stand_ins[name]
+                if source is not stand_in:
+                    _take_over_dtypes(stand_in, source)
+            cut.install_hooks()
+
+    def call(self, step: Callable[[], Any], received: Boundary | None, chunk: int) -> tuple[bool, Any]:
+        """Run the user's step on one chunk; see :meth:`~lightning_megapar.pipeline.cut.StageCut.call`."""
+        if len(self.chunks) == 1:
+            return self.chunks[0].call(step, received)
+        self.chunks[chunk].show()
+        try:
+            return self.chunks[chunk].call(step, received)
+        finally:
+            self._show_all()
+
+
+def _take_over_dtypes(stand_in: nn.Module, source: nn.Module) -> None:
+    """The dtypes that a module has by now (a precision has converted it), for what stands for it out of sight."""
+    for mine, theirs in zip(stand_in.modules(), source.modules()):
+        if not isinstance(mine, StandIn):
+            continue
+        if isinstance(theirs, StandIn):
+            mine._away_dtypes.update(theirs._away_dtypes)
+            continue
+        for key, shape in mine._away_tensors.items():
+            value = theirs._parameters.get(key, theirs._buffers.get(key))
+            if shape is not None and value is not None:
+                mine._away_dtypes[shape.dtype] = value.dtype
