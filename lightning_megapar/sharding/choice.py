@@ -188,7 +188,9 @@ def has_foreign_layers(module: nn.Module) -> bool:
 
 
 def written_plan(module: nn.Module, setting: Any) -> ShardingPlan | None:
-    """The plan that somebody wrote: in the setting, else in the module's ``sharding_plan()``; ``None`` without one.
+    """The plan that somebody wrote: in the setting, else the module's own ``sharding_plan`` (a method or a mapping).
+
+    ``None`` without one.
 
     Raises:
         ConfigError: one that is no plan.
@@ -197,6 +199,8 @@ def written_plan(module: nn.Module, setting: Any) -> ShardingPlan | None:
     own = getattr(module, "sharding_plan", None)
     if plan is None and callable(own):
         return ShardingPlan.from_mapping(own(), f"{type(module).__name__}.sharding_plan()")
+    if plan is None and own is not None and not isinstance(own, nn.Module):
+        return ShardingPlan.from_mapping(own, f"{type(module).__name__}.sharding_plan")
     return plan
 
 

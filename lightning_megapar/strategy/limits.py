@@ -66,8 +66,20 @@ def refuse_callbacks(callbacks: Iterable[Any], prepared: PreparedModule) -> None
             )
 
 
+WHOLE_TENSORS = {
+    "Adafactor": "takes means over rows and columns",
+    "Muon": "orthogonalises matrices",
+    "LAMB": "takes a norm of each parameter",
+    "LARS": "takes a norm of each parameter",
+    "Shampoo": "factors matrices",
+    "DistributedShampoo": "factors matrices",
+    "SOAP": "factors matrices",
+}
+"""Optimizers, by the name of their class, whose update of a piece is not the piece of the update, and why."""
+
+
 def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], prepared: PreparedModule) -> None:
-    """Refuse optimizers that take inner products over all parameters, where a rank has parts of them.
+    """Refuse optimizers that look at whole parameters, or at all of them, where a rank has parts of them.
 
     Raises:
         ConfigError: naming the optimizer and the setting.
@@ -75,10 +87,12 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], prepared: Pre
     setting = why_split(prepared)
     sharded = any(_is_piece(record) for record in prepared.parameters)
     for optimizer in optimizers:
-        if sharded and isinstance(optimizer, torch.optim.Adafactor):
+        whole = {kind.__name__.lower(): kind.__name__ for kind in type(optimizer).__mro__}
+        known = next((name for name in WHOLE_TENSORS if name.lower() in whole), None)
+        if sharded and known is not None:
             raise ConfigError(
-                "torch's Adafactor takes means over rows and columns in place, which fails on sharded parameters "
-                f"({setting}); use another optimizer, or neither tensor parallelism nor zero_stage=1"
+                f"{whole[known.lower()]} {WHOLE_TENSORS[known]}, of which a rank holds only pieces under {setting}; "
+                "use another optimizer, or neither tensor parallelism nor zero_stage=1"
             )
         if setting is not None and isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(

@@ -220,6 +220,11 @@ class MeshStrategy(ParallelStrategy):
         return bool(votes)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Stack a tensor over the data ranks (or ``group``): shape ``(data_parallel_size, *tensor.shape)``."""
-        group = self.mesh.group("data") if group is None and self.layout.world_size > 1 else group
+        """Stack a tensor over the data ranks (or ``group``): shape ``(data_parallel_size, *tensor.shape)``.
+
+        ``LightningModule.all_gather`` asks for the whole world when it was not given a group: that is the data ranks
+        too, since the others hold the same value, or do not get that far in a pipelined step.
+        """
+        if self.layout.world_size > 1 and (group is None or group is dist.group.WORLD):
+            group = self.mesh.group("data")
         return tensor if group is None else super().all_gather(tensor, group=group, sync_grads=sync_grads)

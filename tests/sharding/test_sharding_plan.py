@@ -227,6 +227,12 @@ def test_first_hit_wins() -> None:
             return ATTENTION
 
     assert set(chosen(Own(), "auto")) == {"Own.sharding_plan()"}
+    holder = Own()
+    holder.__dict__["sharding_plan"] = holder.sharding_plan()  # a mapping serves as well
+    assert set(chosen(holder, "auto")) == {"Own.sharding_plan"}
+    holder.__dict__["sharding_plan"] = 3
+    with pytest.raises(ConfigError, match="sharding_plan=3: expected a mapping"):
+        chosen(holder, "auto")
     assert set(chosen(Own(), ATTENTION)) == {"sharding_plan"}
     assert chosen(Own(), "off") == []
     with pytest.raises(ConfigError, match=r"matches no module"):

@@ -46,6 +46,15 @@ class Switching(Net):
         self.inp.requires_grad_(self.current_epoch % 2 == 1)
 
 
+class Gathers(Net):
+    """Gathers a value over the data ranks behind the stack."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        everybody = self.all_gather(self.loss(batch))
+        self.log("val_loss", everybody.mean())
+        self.log("gathered", float(everybody.numel()))
+
+
 class TwoOptimizers(Net):
     """One loss, two optimizers, Lightning's clipping between backward and step."""
 
@@ -135,6 +144,16 @@ class Factored(Net):
         return torch.optim.Adafactor(self.parameters())
 
 
+class Orthogonal(Net):
+    """An optimizer of somebody's own under a known name."""
+
+    def configure_optimizers(self) -> Any:
+        class Muon(torch.optim.SGD):
+            pass
+
+        return Muon(self.parameters(), lr=0.1)
+
+
 class Nothing(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.head.parameters() if p.ndim > 2], lr=0.1)
@@ -198,7 +217,8 @@ def test_like_plain_lightning(pool: RankPool, tmp_path: Path, layout: str, modul
         ("pp2", Nothing, "none", "gave optimizer 0 an empty parameter list: no pipeline stage has a parameter"),
         ("dp2", PlainBackward, "none", r"call self.manual_backward\(loss\)"),
         ("pp2", Newton, "none", "LBFGS needs inner products over all parameters"),
-        ("dp2_zero1", Factored, "none", "Adafactor takes means over rows and columns .*zero_stage=1"),
+        ("dp2_zero1", Factored, "none", "Adafactor takes means over rows and columns.*zero_stage=1"),
+        ("tp2", Orthogonal, "none", "Muon orthogonalises matrices, of which a rank holds only pieces under tensor_par"),
         (
             "dp2_zero1",
             Net,
@@ -229,3 +249,14 @@ def validate_then_fit(layout: str) -> dict[str, Any]:
 def test_validate_before_fit(pool: RankPool, layout: str) -> None:
     results = pool.run(validate_then_fit, 2, layout, mode="trainer")
     hostile.agree(results, validate_then_fit(hostile.PLAIN))
+
+
+@pytest.mark.parametrize("layout", ["pp2", "tp2_pp2", "dp2_pp2"])
+def test_all_gather_in_a_step_is_over_the_data_ranks(pool: RankPool, layout: str) -> None:
+    expected = hostile.fit(hostile.PLAIN, Gathers, validate=True, max_epochs=1)
+    world, options = hostile.LAYOUTS[layout]
+    results = pool.run(hostile.fit, world, layout, Gathers, validate=True, max_epochs=1, mode="trainer")
+    count = float(options.get("data_parallel_size", 1))
+    for epoch in expected["epochs"]:
+        epoch["gathered"] = count
+    hostile.agree(results, expected)
