@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cases import PREAMBLE, CaseServer, Result, clean_environment
+from cases import PREAMBLE, CaseServer, Result, clean_environment, patience
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -67,7 +67,7 @@ def test_every_rank_in_every_stage_can_be_caught_on_rank_zero(cases: CaseServer)
             assert kind == ("ValueError" if rank == 0 else "RankFailedError")
             assert text.count(f"planted-{stage}-{rank}") == 1
             assert f"rank {rank} (data {rank}, pipeline 0, tensor 0)" in text and SAID[stage] in text
-            assert float(seconds) < 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
+            assert float(seconds) < patience(5)
     assert "planted" not in result.text, "nobody but the caught exception says it"
     result.assert_nobody_left()
 
@@ -149,7 +149,7 @@ def test_a_killed_rank_is_named(cases: CaseServer, signum: signal.Signals) -> No
     result = running.wait()
     assert result.code == 1, result.text
     assert result.err.count(f"rank 1 was killed by {signum.name}") == 1, result.err
-    assert result.ended - began < 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
+    assert result.ended - began < patience(5)
     result.assert_nobody_left()
 
 
@@ -244,7 +244,7 @@ def test_tasks_of_a_scheduler_fail_once(cases: CaseServer, kind: str, rank: int)
     assert f"rank {rank} (data {rank}, pipeline 0, tensor 0) in training step 2" in results[rank].err
     assert "Traceback" not in results[1 - rank].err, results[1 - rank].err
     for result in results:
-        assert result.ended - float(results[rank].read("raised")) < 5 * max(1.0, os.getloadavg()[0] / 4)
+        assert result.ended - float(results[rank].read("raised")) < patience(5)
         result.assert_nobody_left()
 
 
