@@ -77,7 +77,8 @@ def stage_part(
     named = {one.path for one in assignments}
     left: dict[str, list[tuple[str, ...]]] = {}
     for path, child in held.items():
-        if path not in named and star(path) in whole:
+        # What stands here for a module of another stage has no parameters.
+        if path not in named and star(path) in whole and next(child.parameters(), None) is not None:
             own = [f"{path}.{n}" for n, p in child._parameters.items() if p is not None]
             if parametrize.is_parametrized(child):  # from which its weight is computed
                 below: Any = child.parametrizations
