@@ -37,7 +37,7 @@ class RankCut:
         self._rest: list[tuple[nn.Module, str, nn.Module]] = []
         for name in children:
             owner_path, _, child_name = name.rpartition(".")
-            shown = self._local.get(name) or self.chunks[0].stand_ins[name]
+            shown = self._resident(name)
             self._rest.append((module.get_submodule(owner_path), child_name, shown))
         self._show_all()
 
@@ -45,6 +45,10 @@ class RankCut:
     def is_last(self) -> bool:
         """Whether one of the chunks computes the loss."""
         return any(cut.is_last for cut in self.chunks)
+
+    def _resident(self, name: str) -> nn.Module:
+        """What the module holds under a name between steps."""
+        return self._local[name] if name in self._local else self.chunks[0].stand_ins[name]
 
     def _show_all(self) -> None:
         for owner, child_name, shown in self._rest:
@@ -59,7 +63,7 @@ class RankCut:
         """See :meth:`~lightning_megapar.pipeline.cut.StageCut.install_hooks`; also: what has become of the dtypes."""
         for cut in self.chunks:
             for name, stand_in in cut.stand_ins.items():
-                source = self._local.get(name) or self.chunks[0].stand_ins[name]
+                source = self._resident(name)
                 if source is not stand_in:
                     _take_over_dtypes(stand_in, source)
             cut.install_hooks()
