@@ -113,7 +113,8 @@ def ours(mesh: ParallelMesh, name: str, microbatches: int, seconds: float) -> Ca
     chunks = [Sleeper(seconds / len(own), deferral) for _ in own]
     last = schedule.num_virtual_stages - 1
     runtime = PipelineRuntime(mesh, torch.device("cpu"), schedule.placement)
-    x, target = torch.zeros(1, WIDTH), torch.ones(1, WIDTH)
+    # The first stage has as much work as the others only if somebody wants its input's gradient.
+    x, target = torch.zeros(1, WIDTH, requires_grad=True), torch.ones(1, WIDTH)
 
     def forward(chunk: int, microbatch: int, received: Any) -> tuple[bool, Any]:
         output = chunks[chunk](x if received is None else received)
@@ -134,15 +135,10 @@ def theirs(rank: int, name: str, microbatches: int, seconds: float) -> Callable[
     schedule = build_schedule(name, RANKS, microbatches)
     own, total = schedule.placement[rank], schedule.num_virtual_stages
     device, output = torch.device("cpu"), torch.zeros(1, WIDTH, requires_grad=True)
-    stages: Any = [
-        pipelining.PipelineStage(Sleeper(seconds / len(own)), k, total, device, torch.zeros_like(output), output)
-        if k == 0
-        else pipelining.PipelineStage(Sleeper(seconds / len(own)), k, total, device, output, output)
-        for k in own
-    ]
+    stages: Any = [pipelining.PipelineStage(Sleeper(seconds / len(own)), k, total, device, output, output) for k in own]
     kind = getattr(torch_schedules, TORCH[name])
     made = kind(stages if len(own) > 1 else stages[0], microbatches, loss_fn=loss_of)
-    x, target = torch.zeros(microbatches, WIDTH), torch.ones(microbatches, WIDTH)
+    x, target = torch.zeros(microbatches, WIDTH, requires_grad=True), torch.ones(microbatches, WIDTH)
 
     def step() -> float:
         inputs = (x,) if 0 in own else ()
