@@ -198,8 +198,8 @@ class Result:
 
 
 def patience(seconds: float) -> float:
-    """Twice ``seconds``, more where many other processes compete for the cores: what hangs takes minutes."""
-    return seconds * max(2.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    """More than ``seconds`` where many other processes compete for the cores."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
 
 
 def _runs(pid: int) -> bool:
