@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_megapar.pipeline.cut import Boundary, StageCut, StagePlan, children_of
-from lightning_megapar.pipeline.stand_ins import StandIn, replace_child
+from lightning_megapar.pipeline.cut import StageCut, StagePlan, children_of
+from lightning_megapar.pipeline.entrance import Boundary
+from lightning_megapar.pipeline.stand_ins import StandIn
 
 
 class RankCut:
@@ -34,12 +35,7 @@ class RankCut:
         children = children_of(module, plan)
         self.chunks = tuple(StageCut(module, plan, stage, device, children) for stage in stages)
         self._local = {name: child for cut in self.chunks for name, child in cut.local_modules.items()}
-        self._rest: list[tuple[nn.Module, str, nn.Module]] = []
-        for name in children:
-            owner_path, _, child_name = name.rpartition(".")
-            shown = self._resident(name)
-            self._rest.append((module.get_submodule(owner_path), child_name, shown))
-        self._show_all()
+        self.chunks[0].put_stand_ins(name for name in children if name not in self._local)
 
     @property
     def is_last(self) -> bool:
@@ -49,10 +45,6 @@ class RankCut:
     def _resident(self, name: str) -> nn.Module:
         """What the module holds under a name between steps."""
         return self._local[name] if name in self._local else self.chunks[0].stand_ins[name]
-
-    def _show_all(self) -> None:
-        for owner, child_name, shown in self._rest:
-            replace_child(owner, child_name, shown)
 
     def places_of(self, name: str) -> list[nn.Module]:
         """What a block is on this rank: itself, and whatever stands for it."""
@@ -70,13 +62,13 @@ class RankCut:
 
     def call(self, step: Callable[[], Any], received: Boundary | None, chunk: int) -> tuple[bool, Any]:
         """Run the user's step on one chunk; see :meth:`~lightning_megapar.pipeline.cut.StageCut.call`."""
-        if len(self.chunks) == 1:
-            return self.chunks[0].call(step, received)
-        self.chunks[chunk].show()
+        cut = self.chunks[chunk]
+        hidden = cut.put_stand_ins(cut.stand_ins) if len(self.chunks) > 1 else []
         try:
-            return self.chunks[chunk].call(step, received)
+            return cut.call(step, received)
         finally:
-            self._show_all()
+            for owner, name, before in hidden:
+                owner._modules[name] = before
 
 
 def _take_over_dtypes(stand_in: nn.Module, source: nn.Module) -> None:

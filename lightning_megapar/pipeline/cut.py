@@ -18,76 +18,44 @@ of a module that contains the stack) are reported by canonical name, so that the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_megapar.generators import GeneratorStates, generator_states, set_generator_states
 from lightning_megapar.pipeline import explain
 from lightning_megapar.pipeline.away import Away, Ledger, Source, StageError, present
 from lightning_megapar.pipeline.changes import Changed, apply_changes, changes, snapshot
 from lightning_megapar.pipeline.entrance import (
-    Entrance,
+    Boundary,
+    Key,
+    Result,
+    StageExit,
     copy_of,
+    outgoing,
+    presented,
     refuse_autograd_function,
     versions,
 )
 from lightning_megapar.pipeline.nest import (
-    Shape,
-    Unsent,
-    flatten,
-    is_plain,
     map_leaves,
     replace,
     same,
     without_tensors,
 )
 from lightning_megapar.pipeline.stages import StagePlan, find_stack, plan_stages
-from lightning_megapar.pipeline.stand_ins import StandIn, replace_child
+from lightning_megapar.pipeline.stand_ins import StandIn, put
 
 __all__ = ["Boundary", "StageCut", "StageError", "StageExit", "StagePlan", "find_stack", "plan_stages"]
-
-Key = tuple[str, int]
-"""A module's dotted name and which call of it in this microbatch."""
 
 
 def children_of(module: nn.Module, plan: StagePlan) -> dict[str, nn.Module]:
     """The modules of a whole module that will live on one stage only, by dotted name."""
     return {name: module.get_submodule(name) for name in plan.stage_of()}
-
-
-class StageExit(BaseException):
-    """Carries the boundary out of the user's step."""
-
-    def __init__(self, boundary: Any) -> None:
-        super().__init__()
-        self.boundary = boundary
-
-
-@dataclass
-class _Result:
-    """What a module returned on this stage or an earlier one.
-
-    Args:
-        value: the nest.
-        versions: counters of in-place modification of its tensors when it was returned.
-    """
-
-    value: Any
-    versions: list[int]
-
-
-Boundary = dict[str, Any]
-"""``handed``: key of the result that is handed on whole; ``results``: key -> nest of tensors and :class:`Shape`;
-``generators``: key -> the random generators' states after a module that drew numbers.
-
-A block that is missing returned the same shapes as the one that is handed on.
-"""
 
 
 class StageCut:
@@ -98,8 +66,8 @@ class StageCut:
         plan: from :func:`plan_stages`.
         stage: the stage; with several chunks on a rank a virtual one.
         device: where this rank computes.
-        children: the modules that live on one stage only, by dotted name, of a module that another cut has changed
-            already; :meth:`show` then cuts it.
+        children: the modules that live on one stage only, by dotted name, of a module that other cuts share;
+            :meth:`put_stand_ins` then cuts it.
     """
 
     def __init__(
@@ -135,30 +103,39 @@ class StageCut:
         self._handles: list[Any] = []
         self._local: dict[str, nn.Module] = {}
         self._stand_ins: dict[str, StandIn] = {}
-        self._slots: list[tuple[nn.Module, str, nn.Module]] = []
         self._clear()
-        self._divide(module, children_of(module, plan) if children is None else children)
+        self._divide(children_of(module, plan) if children is None else children)
         if children is None:
-            self.show()
+            self.put_stand_ins(self._stand_ins)
 
     # -- cutting -----------------------------------------------------------------------------------------------------
 
-    def _divide(self, module: nn.Module, children: Mapping[str, nn.Module]) -> None:
+    def _divide(self, children: Mapping[str, nn.Module]) -> None:
         for name, stage in self._stages.items():
-            owner_path, _, child_name = name.rpartition(".")
-            child = shown = children[name]
             if stage == self.stage:
-                self._local[name] = child
+                self._local[name] = children[name]
             else:
-                shown = self._stand_ins[name] = StandIn(
-                    name, child, self.ledger, partial(self._answer, name), self.is_running
-                )
-            self._slots.append((module.get_submodule(owner_path), child_name, shown))
+                answer = partial(self._answer, name)
+                self._stand_ins[name] = StandIn(name, children[name], self.ledger, answer, self.is_running)
 
-    def show(self) -> None:
-        """Put this stage's modules, and stand-ins for all others, into the module."""
-        for owner, child_name, shown in self._slots:
-            replace_child(owner, child_name, shown)
+    def put_stand_ins(self, names: Iterable[str]) -> list[tuple[nn.Module, str, nn.Module]]:
+        """Put stand-ins for modules of other stages into the module.
+
+        Args:
+            names: dotted names of the modules.
+
+        Returns:
+            owner, name in it and what stood there, for whoever puts it back.
+        """
+        taken = []
+        for name in names:
+            owner_path, _, child_name = name.rpartition(".")
+            owner, stand_in = self.module.get_submodule(owner_path), self._stand_ins[name]
+            before: Any = owner._modules[child_name]
+            if before is not stand_in:
+                taken.append((owner, child_name, before))
+                put(owner, child_name, stand_in, before.training)
+        return taken
 
     @property
     def carried(self) -> set[Source]:
@@ -217,7 +194,7 @@ class StageCut:
     # -- while the step runs -----------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
-        self._results: dict[Key, _Result] = {}
+        self._results: dict[Key, Result] = {}
         self._received: Boundary | None = None
         self._usual: Any = None
         self._handed: Key | None = None
@@ -276,7 +253,7 @@ class StageCut:
         if self.watch is not None:
             self.watch.leave(value)
         key = self._count(name)
-        self._results[key] = _Result(value, versions(value))
+        self._results[key] = Result(value, versions(value))
         if name not in self._index:
             states = generator_states()
             if states != self._drawn.pop():
@@ -290,7 +267,7 @@ class StageCut:
             return
         if self.watch is not None:
             self.watch.returned(output)
-        self._results[self._count(name)] = _Result(output, versions(output))
+        self._results[self._count(name)] = Result(output, versions(output))
 
     def _answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a module of another stage returns to the step."""
@@ -326,21 +303,7 @@ class StageCut:
         return result
 
     def _present(self, key: Key, result: Any) -> Any:
-        """A received result for the step: tensors as what a module returned, shapes as absent values."""
-        numbers = iter(range(len(flatten(result)[0])))
-        copied = key[0] in self.copied
-
-        def leaf(value: Any) -> Any:
-            source = Source(*key, next(numbers))
-            if isinstance(value, Shape):
-                like = torch.empty(value.size, dtype=value.dtype, device="meta")
-                return Away.make(like, self.ledger.device, self.ledger, frozenset([source]))
-            if isinstance(value, Tensor):
-                # In-place operations on a leaf are errors; they are fine on what a block returned.
-                return copy_of(value) if copied else Entrance.apply(value)
-            return value
-
-        return map_leaves(leaf, result)
+        return presented(key, result, self.ledger, copied=key[0] in self.copied)
 
     def _boundary(self) -> Boundary:
         """What the next stage gets."""
@@ -351,7 +314,8 @@ class StageCut:
         for key, result in self._results.items():
             if (key == handed or key in self._travelling) and versions(result.value) != result.versions:
                 self._modified(key[0])
-            results[key] = self._outgoing(key, result.value, key == handed)
+            carried = None if key == handed else self._carried
+            results[key] = outgoing(key, result.value, carried)
         # Most blocks return alike: those that do not travel are not described one by one.
         usual = without_tensors(results[handed])
         if self._usual is not None and not same(self._usual, usual):
@@ -364,17 +328,6 @@ class StageCut:
                 k: v for k, v in results.items() if k == handed or k[0] not in self._index or not same(v, usual)
             },
         }
-
-    def _outgoing(self, key: Key, value: Any, whole: bool) -> Any:
-        numbers = iter(range(len(flatten(value)[0])))
-
-        def leaf(x: Any) -> Any:
-            number = next(numbers)
-            if not isinstance(x, Tensor):
-                return x if is_plain(x) else Unsent(key[0], type(x).__qualname__)
-            return x if whole or Source(*key, number) in self._carried else Shape.of(x)
-
-        return map_leaves(leaf, value)
 
     def _modified(self, name: str) -> None:
         if self.ledger.recording:
@@ -391,7 +344,7 @@ class StageCut:
             self._usual = without_tensors(received["results"][received["handed"]])
             self._handed = received["handed"]
             self._generators = dict(received["generators"])
-            self._results = {key: _Result(value, versions(value)) for key, value in received["results"].items()}
+            self._results = {key: Result(value, versions(value)) for key, value in received["results"].items()}
         self._active = True
         try:
             yield

@@ -186,7 +186,8 @@ def _part(name: str, original: nn.Module, ledger: Ledger, is_running: Callable[[
     return StandIn(name, original, ledger, None, is_running, unit)
 
 
-def replace_child(owner: nn.Module, name: str, child: nn.Module) -> None:
-    """Replace a registered child by name, also in ModuleList and Sequential, keeping the order."""
-    child.train(owner.training)
-    owner._modules[name] = child
+def put(owner: nn.Module, name: str, stand_in: StandIn, training: bool) -> None:
+    """Put a stand-in in the place of a registered child (also of a ModuleList or Sequential), in the same mode."""
+    if stand_in.training != training:
+        stand_in.train(training)
+    owner._modules[name] = stand_in

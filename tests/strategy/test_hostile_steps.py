@@ -178,6 +178,20 @@ def test_a_penalty_on_weights_of_other_stages_is_refused(pool: RankPool) -> None
         pool.run(hostile.fit, 2, "pp2", Decays, mode="trainer", timeout=60)
 
 
+class PartsInEvaluationMode(Net):
+    """Dropout in every block, which is switched off for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)).eval() for _ in range(4)])
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2_zbv"])
+def test_a_part_in_evaluation_mode_stays_in_it(pool: RankPool, layout: str) -> None:
+    expected = hostile.fit(hostile.PLAIN, PartsInEvaluationMode, validate=True)
+    hostile.agree(pool.run(hostile.fit, 2, layout, PartsInEvaluationMode, validate=True, mode="trainer"), expected)
+
+
 class ClipsByTorch(Net):
     """Clips with torch's own function, in Lightning's hook; logs the norm that it returns."""
 
