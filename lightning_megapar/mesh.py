@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,18 +43,23 @@ class ParallelMesh:
         layout: resolved degrees.
         rank: this process's global rank.
         device_type: ``"cpu"`` or ``"cuda"``.
-        loss_stage: pipeline coordinate of the ranks that compute the loss; by default the last. (Under a schedule whose
-            chunks go down the ranks and back up it is the first.)
+        placement: for each pipeline coordinate the virtual stages that its ranks hold; by default one each, in order.
 
     Raises:
         ValueError: when the process group's size is not the layout's.
     """
 
-    def __init__(self, layout: Layout, rank: int = 0, device_type: str = "cpu", loss_stage: int | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int = 0,
+        device_type: str = "cpu",
+        placement: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.layout = layout
         self.rank = rank
         self.place = layout.coordinates(rank)
-        self.loss_stage = layout.pipeline - 1 if loss_stage is None else loss_stage
+        self.placement = tuple(map(tuple, placement or [(stage,) for stage in range(layout.pipeline)]))
         self.device_mesh: DeviceMesh | None = None
         if layout.world_size > 1:
             if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
@@ -111,8 +117,12 @@ class ParallelMesh:
         )
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.coordinate("pipeline") == 0
+    def loss_stage(self) -> int:
+        """Pipeline coordinate of the ranks that hold the end of the module.
+
+        The last, except under a schedule whose chunks go down the ranks and back up.
+        """
+        return max(range(len(self.placement)), key=lambda stage: max(self.placement[stage]))
 
     @property
     def has_loss(self) -> bool:

@@ -61,15 +61,14 @@ class Link:
             dist.recv(token, self.peer, group=self.group)
 
 
-class Outbox:
+class _Sender:
     """Sends that are under way; a buffer lives until its send has finished."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self._pending: list[tuple[Any, Tensor]] = []
 
-    def post(self, buffer: Tensor) -> None:
-        self.collect()
+    def _start(self, buffer: Tensor) -> None:
         self._pending.append((dist.isend(buffer, self.link.peer, group=self.link.group), buffer))
 
     def collect(self) -> None:
@@ -138,11 +137,11 @@ def _shape_of(tensor: Tensor) -> TensorShape:
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
-class BoundarySender:
+class BoundarySender(_Sender):
     """Sends boundaries to the next virtual stage."""
 
     def __init__(self, link: Link) -> None:
-        self.outbox = Outbox(link)
+        super().__init__(link)
         self._capacity = _Capacity()
         self._description = b""
 
@@ -158,14 +157,14 @@ class BoundarySender:
         self._description = description
         places = _offsets(shapes, _HEADER + len(said))
         needed, capacity = places[-1], self._capacity.bytes
-        buffer = torch.empty(max(needed, capacity), dtype=torch.uint8, device=self.outbox.link.device)
+        buffer = torch.empty(max(needed, capacity), dtype=torch.uint8, device=self.link.device)
         header = torch.tensor([needed, len(said), microbatch], dtype=torch.int64).view(torch.uint8)
         text = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else header[:0]
         buffer[: _HEADER + len(said)].copy_(torch.cat([header, text]))
         _write(buffer, tensors, places)
-        self.outbox.post(buffer[:capacity])
+        self._start(buffer[:capacity])
         if needed > capacity:
-            self.outbox.post(buffer[capacity:needed])
+            self._start(buffer[capacity:needed])
         self._capacity.note(needed)
         return tensors
 
@@ -224,21 +223,23 @@ class BoundaryReceiver:
         return microbatch, (nest, [t for t in leaves if t.requires_grad])
 
 
-class GradientSender:
+def gradients_of(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of what was received; zeros where nothing depends on a tensor."""
+    return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+
+
+class GradientSender(_Sender):
     """Sends the gradients of a boundary to the virtual stage that it came from."""
 
-    def __init__(self, link: Link) -> None:
-        self.outbox = Outbox(link)
-
     def send(self, leaves: Sequence[Tensor], microbatch: int) -> None:
-        """Start sending the gradients of what was received; zeros where nothing depends on a tensor."""
+        """Start sending the gradients of what was received; nothing is sent for nothing."""
         if not leaves:
             return
-        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        gradients = gradients_of(leaves)
         places = _offsets([_shape_of(g) for g in gradients], 0)
-        buffer = torch.empty(places[-1], dtype=torch.uint8, device=self.outbox.link.device)
+        buffer = torch.empty(places[-1], dtype=torch.uint8, device=self.link.device)
         _write(buffer, gradients, places)
-        self.outbox.post(buffer)
+        self._start(buffer)
 
 
 class GradientReceiver:
@@ -287,12 +288,11 @@ class GradientReceiver:
         return self._early.pop(microbatch)
 
 
-class Handover:
-    """Takes the place of the four where two neighbouring virtual stages live on one rank."""
+class LocalBoundaries:
+    """Stands for a :class:`BoundarySender` and a :class:`BoundaryReceiver` where both ends are one rank."""
 
     def __init__(self) -> None:
-        self._boundaries: dict[int, tuple[Any, list[Tensor]]] = {}
-        self._gradients: dict[int, list[Tensor]] = {}
+        self._waiting: dict[int, tuple[Any, list[Tensor]]] = {}
 
     def send(self, nest: Any, microbatch: int) -> list[Tensor]:
         """As :meth:`BoundarySender.send`."""
@@ -307,17 +307,45 @@ class Handover:
             fresh.append(value.detach().clone().requires_grad_(value.requires_grad))
             return fresh[-1]
 
-        self._boundaries[microbatch] = map_leaves(leaf, nest), [t for t in fresh if t.requires_grad]
+        self._waiting[microbatch] = map_leaves(leaf, nest), [t for t in fresh if t.requires_grad]
         return tensors
 
     def take(self, microbatch: int) -> tuple[Any, list[Tensor]]:
         """As :meth:`BoundaryReceiver.take`."""
-        return self._boundaries.pop(microbatch)
+        return self._waiting.pop(microbatch)
 
-    def send_gradients(self, leaves: Sequence[Tensor], microbatch: int) -> None:
+    def post(self) -> None:
+        """Nothing travels."""
+
+    def collect(self) -> None:
+        """Nothing travels."""
+
+    def drain(self) -> None:
+        """Nothing travels."""
+
+
+class LocalGradients:
+    """Stands for a :class:`GradientSender` and a :class:`GradientReceiver` where both ends are one rank."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[Tensor]] = {}
+
+    def send(self, leaves: Sequence[Tensor], microbatch: int) -> None:
         """As :meth:`GradientSender.send`."""
-        self._gradients[microbatch] = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
+        self._waiting[microbatch] = gradients_of(leaves)
 
-    def take_gradients(self, microbatch: int) -> list[Tensor]:
+    def take(self, microbatch: int, sent: dict[int, list[Tensor]]) -> list[Tensor]:
         """As :meth:`GradientReceiver.take`."""
-        return self._gradients.pop(microbatch)
+        return self._waiting.pop(microbatch)
+
+    def begin(self, order: Sequence[int]) -> None:
+        """Nothing travels."""
+
+    def post(self, sent: dict[int, list[Tensor]]) -> None:
+        """Nothing travels."""
+
+    def collect(self) -> None:
+        """Nothing travels."""
+
+    def drain(self) -> None:
+        """Nothing travels."""

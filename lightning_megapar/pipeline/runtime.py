@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,10 +19,11 @@ from lightning_megapar.pipeline.exchange import (
     BoundarySender,
     GradientReceiver,
     GradientSender,
-    Handover,
     Link,
+    LocalBoundaries,
+    LocalGradients,
 )
-from lightning_megapar.pipeline.schedules import Action, Schedule, loop_placement
+from lightning_megapar.pipeline.schedules import Action, Schedule
 
 ForwardStep = Callable[[int, int, Any], tuple[bool, Any]]
 """``(chunk, microbatch, received boundary or None) -> (finished, value)``: ``finished`` with the step's result on the
@@ -57,10 +59,14 @@ class _Ends:
     """What one chunk receives from and sends to its neighbours; ``None`` at the ends of the model."""
 
     def __init__(self) -> None:
-        self.boundary_in: BoundaryReceiver | Handover | None = None
-        self.boundary_out: BoundarySender | Handover | None = None
-        self.gradient_in: GradientReceiver | Handover | None = None
-        self.gradient_out: GradientSender | Handover | None = None
+        self.boundary_in: BoundaryReceiver | LocalBoundaries | None = None
+        self.boundary_out: BoundarySender | LocalBoundaries | None = None
+        self.gradient_in: GradientReceiver | LocalGradients | None = None
+        self.gradient_out: GradientSender | LocalGradients | None = None
+
+    @property
+    def senders(self) -> list[Any]:
+        return [sender for sender in (self.boundary_out, self.gradient_out) if sender is not None]
 
 
 class PipelineRuntime:
@@ -71,23 +77,16 @@ class PipelineRuntime:
     Args:
         mesh: the ranks; with pipeline size 1 nothing is sent.
         device: where boundaries live.
-        placement: for each rank of the pipeline the virtual stage of each of its chunks; by default one chunk each.
     """
 
-    def __init__(
-        self, mesh: ParallelMesh, device: torch.device, placement: Sequence[Sequence[int]] | None = None
-    ) -> None:
+    def __init__(self, mesh: ParallelMesh, device: torch.device) -> None:
         self.rank = mesh.coordinate("pipeline")
-        self.placement = tuple(map(tuple, placement or loop_placement(mesh.size("pipeline"), 1)))
+        self.placement = mesh.placement
         self.spans: list[Span] | None = None
         """When it is a list, every action that has run is appended."""
         self._holders = {k: (r, c) for r, row in enumerate(self.placement) for c, k in enumerate(row)}
         self._ends = [_Ends() for _ in self.placement[self.rank]]
         self._connect(mesh, device)
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self._ends)
 
     def _connect(self, mesh: ParallelMesh, device: torch.device) -> None:
         """Link by link in the order of the model, so that no two ranks wait for each other."""
@@ -96,9 +95,9 @@ class PipelineRuntime:
             (rank, chunk), (next_rank, next_chunk) = self._holders[k], self._holders[k + 1]
             if rank == next_rank:
                 if rank == self.rank:
-                    here = Handover()
                     before, after = self._ends[chunk], self._ends[next_chunk]
-                    before.boundary_out = before.gradient_in = after.boundary_in = after.gradient_out = here
+                    before.boundary_out = after.boundary_in = LocalBoundaries()
+                    before.gradient_in = after.gradient_out = LocalGradients()
                 continue
             forward = groups.of("forward", rank, next_rank)
             backward = groups.of("backward", next_rank, rank)
@@ -197,8 +196,9 @@ class _Step:
         self.left = [sum(a.kind == "forward" and a.chunk == c for a in self.actions) for c in range(len(runtime._ends))]
 
     def run(self) -> None:
+        senders = [sender for ends in self.runtime._ends for sender in ends.senders]
         for chunk, ends in enumerate(self.runtime._ends):
-            if isinstance(ends.gradient_in, GradientReceiver):
+            if ends.gradient_in is not None:
                 ends.gradient_in.begin(self._backward_order(chunk))
             self._post(chunk)
         last = max((i for i, a in enumerate(self.actions) if a.kind in ("backward", "backward_input")), default=-1)
@@ -208,10 +208,10 @@ class _Step:
             start = self._do(action)
             if self.runtime.spans is not None:
                 self.runtime.spans.append(Span(action, start, time.perf_counter()))
-        for ends in self.runtime._ends:
-            for sender in (ends.boundary_out, ends.gradient_out):
-                if isinstance(sender, (BoundarySender, GradientSender)):
-                    sender.outbox.drain()
+            for sender in senders:
+                sender.collect()
+        for sender in senders:
+            sender.drain()
 
     def _backward_order(self, chunk: int) -> list[int]:
         """The microbatches in the order in which the next virtual stage sends their gradients."""
@@ -223,9 +223,9 @@ class _Step:
     def _post(self, chunk: int) -> None:
         """Receives that can start now: they run while this rank computes."""
         ends = self.runtime._ends[chunk]
-        if isinstance(ends.boundary_in, BoundaryReceiver) and self.left[chunk]:
+        if ends.boundary_in is not None and self.left[chunk]:
             ends.boundary_in.post()
-        if isinstance(ends.gradient_in, GradientReceiver):
+        if ends.gradient_in is not None:
             ends.gradient_in.post(self.outputs[chunk])
 
     def _do(self, action: Action) -> float:
@@ -243,7 +243,7 @@ class _Step:
         chunk, microbatch, ends = action.chunk, action.microbatch, self.runtime._ends[action.chunk]
         received, leaves = None, []
         if ends.boundary_in is not None:
-            received, leaves = self._waiting(action, lambda: ends.boundary_in.take(microbatch))  # type: ignore[union-attr]
+            received, leaves = self._waiting(action, partial(ends.boundary_in.take, microbatch))
         self.left[chunk] -= 1
         self._post(chunk)
         start = time.perf_counter()
@@ -266,11 +266,8 @@ class _Step:
         chunk, microbatch, ends = action.chunk, action.microbatch, self.runtime._ends[action.chunk]
         gradients: list[Tensor] = []
         waiting = self.outputs[chunk]
-        if isinstance(ends.gradient_in, Handover):
-            gradients = ends.gradient_in.take_gradients(microbatch)
-        elif ends.gradient_in is not None:
-            receiver = ends.gradient_in
-            gradients = self._waiting(action, lambda: receiver.take(microbatch, waiting))
+        if ends.gradient_in is not None:
+            gradients = self._waiting(action, partial(ends.gradient_in.take, microbatch, waiting))
         tensors = waiting.pop(microbatch, [])
         self._post(chunk)
         start = time.perf_counter()
@@ -284,9 +281,7 @@ class _Step:
             self._run_backward(chunk, microbatch, tensors, gradients)
         del tensors, gradients
         leaves = self.inputs[chunk].pop(microbatch, [])
-        if isinstance(ends.gradient_out, Handover):
-            ends.gradient_out.send_gradients(leaves, microbatch)
-        elif ends.gradient_out is not None:
+        if ends.gradient_out is not None:
             ends.gradient_out.send(leaves, microbatch)
         return start
 

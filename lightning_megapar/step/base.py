@@ -83,7 +83,6 @@ class StepperBase:
         zero: FSDP2 units, ``None`` for zero_stage 0.
         deferral: where weight gradients wait under a schedule that splits the backward.
         schedule: schedule name.
-        placement: for each rank of the pipeline the virtual stage of each of its chunks.
         num_microbatches: microbatches per batch (fewer for a ragged last batch).
         streams: seeds torch's generators for each microbatch; ``None`` leaves them alone.
         forward_context: makes the precision plugin's context around one forward.
@@ -100,7 +99,6 @@ class StepperBase:
         zero: ZeroUnits | None = None,
         deferral: Deferral | None = None,
         schedule: str = "1f1b",
-        placement: tuple[tuple[int, ...], ...] = ((0,),),
         num_microbatches: int = 1,
         streams: RandomStreams | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -112,7 +110,6 @@ class StepperBase:
         self.zero = zero
         self.deferral = deferral
         self.schedule_name = schedule
-        self.placement = placement
         self.num_microbatches = num_microbatches
         self.streams = streams
         self.forward_context = forward_context
@@ -123,7 +120,7 @@ class StepperBase:
         # The same on every stage, whether or not it sees the loss.
         double = any(record.parameter.dtype == torch.float64 for record in parameters)
         self.loss_dtype = torch.float64 if double else torch.float32
-        self.runtime = PipelineRuntime(mesh, device, placement)
+        self.runtime = PipelineRuntime(mesh, device)
         self.reducer = GradientReducer(parameters, mesh)
         self.exchange = LogExchange(mesh, device)
         self.steps = 0
@@ -183,10 +180,11 @@ class StepperBase:
     def _schedule(self, name: str, microbatches: int) -> Schedule:
         key = (name, microbatches)
         if key not in self._schedules:
+            placement = self.mesh.placement
             if name == "forward":
-                self._schedules[key] = forward_schedule(self.placement, microbatches)
+                self._schedules[key] = forward_schedule(placement, microbatches)
             else:
-                self._schedules[key] = build_schedule(name, len(self.placement), microbatches, len(self.placement[0]))
+                self._schedules[key] = build_schedule(name, len(placement), microbatches, len(placement[0]))
         return self._schedules[key]
 
     def _call(self, step: Callable[[], Any], microbatch: int, received: Any, chunk: int = 0) -> tuple[bool, Any]:

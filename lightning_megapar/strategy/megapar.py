@@ -266,7 +266,6 @@ class MegaParStrategy(StepStrategy):
             zero=self.prepared.zero,
             deferral=self.prepared.deferral,
             schedule=self.schedule,
-            placement=self.placement,
             num_microbatches=self.num_microbatches,
             streams=self.prepared.streams,
             forward_context=self.precision_plugin.forward_context,

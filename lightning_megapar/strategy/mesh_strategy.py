@@ -71,12 +71,6 @@ class MeshStrategy(ParallelStrategy):
         return self.config.pipeline_schedule if self.layout.pipeline > 1 else "1f1b"
 
     @property
-    def placement(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage the virtual stage of each of its chunks."""
-        stages = self.layout.pipeline
-        return placement_of(self.schedule, stages, self.config.chunks if stages > 1 else 1)
-
-    @property
     def mesh(self) -> ParallelMesh:
         if self._mesh is None:
             raise RuntimeError("the mesh exists from setup_environment on (inside fit, validate, test or predict)")
@@ -141,9 +135,8 @@ class MeshStrategy(ParallelStrategy):
         world = dist.group.WORLD if dist.is_initialized() else None
         if self._mesh is None or self._mesh.layout != self.layout or self._world is not world:
             self._world = world
-            last = max(self.placement, key=max)
-            loss_stage = self.placement.index(last)
-            self._mesh = ParallelMesh(self.layout, self.global_rank, self.root_device.type, loss_stage)
+            placement = placement_of(self.schedule, self.layout.pipeline, self.config.chunks)
+            self._mesh = ParallelMesh(self.layout, self.global_rank, self.root_device.type, placement)
             rank_zero_info(f"layout: {self.layout.describe()} ({self._layout_reason})")
             if self.layout.world_size > 1:
                 print_rank_table(self.layout, self.num_processes)

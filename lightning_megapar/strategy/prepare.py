@@ -137,14 +137,13 @@ def prepare_module(
     pipeline = mesh.size("pipeline")
     plan = cut = None
     if pipeline > 1:
-        placement = placement_of(config.pipeline_schedule, pipeline, config.chunks)
         named: dict[str, Any] = {"stack": config.pipeline_blocks, "split": config.pipeline_split}
         survey = None if trial is None else _survey(module, pipeline * config.chunks, trial, convert, named)
-        plan = plan_stages(module, placement, keep=keep, survey=survey, **named)
+        plan = plan_stages(module, mesh.placement, keep=keep, survey=survey, **named)
     if mesh.layout.world_size > 1:
         _take_values_of_rank_zero(module, device, loaded)
     if plan is not None:
-        cut = RankCut(module, plan, placement[mesh.coordinate("pipeline")], device)
+        cut = RankCut(module, plan, mesh.placement[mesh.coordinate("pipeline")], device)
     deferral = None
     if cut is not None and config.pipeline_schedule in SPLIT_BACKWARDS:
         deferral = Deferral()

@@ -105,14 +105,15 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).pow(2).mean()
 
 
-def ours(mesh: ParallelMesh, name: str, microbatches: int, seconds: float) -> Callable[[], float]:
+def ours(rank: int, name: str, microbatches: int, seconds: float) -> Callable[[], float]:
     """A step of our runtime; it returns the seconds that this rank worked."""
     schedule = build_schedule(name, RANKS, microbatches)
     deferral = Deferral()
-    own = schedule.placement[mesh.rank]
+    own = schedule.placement[rank]
     chunks = [Sleeper(seconds / len(own), deferral) for _ in own]
     last = schedule.num_virtual_stages - 1
-    runtime = PipelineRuntime(mesh, torch.device("cpu"), schedule.placement)
+    mesh = ParallelMesh(Layout(pipeline=RANKS), rank, placement=schedule.placement)
+    runtime = PipelineRuntime(mesh, torch.device("cpu"))
     # The first stage has as much work as the others only if somebody wants its input's gradient.
     x, target = torch.zeros(1, WIDTH, requires_grad=True), torch.ones(1, WIDTH)
 
@@ -163,10 +164,9 @@ def work(rank: int, port: int, arguments: argparse.Namespace, results: Any) -> N
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    mesh = ParallelMesh(Layout(pipeline=RANKS), rank)
     found: dict[str, Any] = {}
     for name in arguments.schedules:
-        steps = {"ours": ours(mesh, name, arguments.microbatches, arguments.seconds)}
+        steps = {"ours": ours(rank, name, arguments.microbatches, arguments.seconds)}
         if name in TORCH and hasattr(torch_schedules, TORCH[name]) and not arguments.alone:
             steps["torch"] = theirs(rank, name, arguments.microbatches, arguments.seconds)
         for step in steps.values():

@@ -239,12 +239,12 @@ SCHEDULE_NAMES: tuple[str, ...] = tuple(_RECIPES)
 
 
 def placement_of(name: str, num_stages: int, num_chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """For each rank the virtual stage of each of its chunks under the named schedule.
+    """For each rank the virtual stage of each of its chunks under the named schedule; a single rank holds all in one.
 
     Raises:
         ConfigError: as :func:`build_schedule`.
     """
-    return build_schedule(name, num_stages, 1, num_chunks).placement
+    return ((0,),) if num_stages == 1 else build_schedule(name, num_stages, 1, num_chunks).placement
 
 
 def build_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
