@@ -60,15 +60,16 @@ def _plain(value: Any, where: str, depth: int) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return _plain(fields, where, depth + 1)
-    if isinstance(value, Mapping):
+    if isinstance(value, (list, tuple, collections.deque)):
+        items = [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    # An abstract class asks all its subclasses before it says no: known types come first.
+    if isinstance(value, (dict, Mapping)):
         copy: dict[Any, Any] = collections.OrderedDict() if isinstance(value, collections.OrderedDict) else {}
         for key, item in value.items():
             name = f"{where}[{key!r}]"
             copy[_plain_key(key, name)] = _plain(item, name, depth + 1)
         return copy
-    if isinstance(value, (list, tuple, collections.deque)):
-        items = [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-        return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, (set, frozenset)):
         return {_plain_key(item, where) for item in value}
     if isinstance(value, os.PathLike):

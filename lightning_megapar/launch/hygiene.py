@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import io
 import logging
 import os
 import sys
@@ -111,6 +112,18 @@ def flush(stream: Any) -> None:
         stream.flush()
     except (OSError, ValueError, AttributeError):  # closed, a broken pipe, or None under pythonw
         pass
+
+
+def flush_files() -> None:
+    """Write out whatever this process has buffered for files that are open, for an end that does not close them.
+
+    A forked child sees only files of its own: what it inherited is frozen (:func:`gc.freeze`), and still its parent's
+    to write.
+    """
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
+    files = [found for found in gc.get_objects() if issubclass(type(found), kinds)]
+    for file in sorted(files, key=lambda file: not isinstance(file, io.TextIOWrapper)):  # text goes through bytes
+        flush(file)
 
 
 def close_stdin() -> None:

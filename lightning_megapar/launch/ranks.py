@@ -42,6 +42,7 @@ from lightning_megapar.launch.hygiene import (
     close_stdin,
     discard_process_group,
     flush,
+    flush_files,
     forget_parents_children,
     process_groups_alive,
     quiet_hydra,
@@ -203,9 +204,10 @@ class ForkedRanks:
     # ------------------------------------------------------------- a child's end
 
     def leave(self, code: int) -> NoReturn:
-        """End this child now: streams flushed, its own DataLoader workers ended, nothing of the parent's run."""
+        """End this child now: its files flushed, its own DataLoader workers ended, nothing of the parent's run."""
         for stream in (sys.stdout, sys.stderr):
             flush(stream)
+        flush_files()
         try:
             import multiprocessing
 

@@ -17,9 +17,14 @@ from lightning_megapar.launch.preemption import PreemptionFlag
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 ENDLESS = """
+class Journal:  # holds itself, so that only a garbage collector would close its file
+    def __init__(self, path):
+        self.itself, self.file = self, open(path, "w")
 model = Model()
 model.pause = 0.05
 fit = trainer(3, max_steps=10_000)
+model.on_fit_start = lambda: setattr(model, "journal", Journal(OUT / f"journal-{fit.global_rank}"))
+model.on_train_start = lambda: model.journal.file.write("trained")
 try:
     fit.fit(model)
 finally:
@@ -50,6 +55,7 @@ def test_sigterm_saves_and_leaves_together(cases: CaseServer, target: str, peers
     assert len(steps) == 1, "all ranks left at the same step"
     assert "Traceback" not in result.err, result.err
     assert len(list(result.directory.rglob("preempted-*.ckpt"))) == 1
+    assert [result.read(f"journal-{rank}") for rank in range(3)] == ["trained"] * 3
     assert result.ended - began < patience(5)
     result.assert_nobody_left()
 
