@@ -16,13 +16,13 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "z
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 SPLIT_BACKWARDS = ("zb_h1", "zb_h2", "zbv", "dualpipe_v")
 """Schedules that compute weight gradients apart from the rest of the backward."""
-CHUNKS: dict[str, tuple[int, int | None]] = {
+_CHUNKS: dict[str, tuple[int, int | None]] = {
+    "forward": (1, None),
     "gpipe": (1, None),
     "interleaved_1f1b": (2, None),
     "zbv": (2, 2),
     "dualpipe_v": (2, 2),
 }
-"""Fewest and most chunks per stage that a schedule can have; one in every schedule that is not named."""
 AXES: tuple[str, ...] = ("pipeline", "data", "context", "expert", "tensor")
 """Mesh axes from outermost to innermost: tensor-parallel ranks are neighbours (one node), stages are far apart."""
 
@@ -60,6 +60,11 @@ FOREIGN_NAMES: dict[str, str] = {
 
 class ConfigError(ValueError):
     """A setting that cannot work, found before any rank starts."""
+
+
+def chunks_of(schedule: str) -> tuple[int, int | None]:
+    """Fewest and most chunks per stage that a schedule can have; ``None`` for as many as there are blocks."""
+    return _CHUNKS.get(schedule, (1, 1))
 
 
 def nearest_name(name: str, valid: Iterable[str]) -> str | None:
@@ -194,7 +199,7 @@ class ParallelConfig:
             raise ConfigError(
                 f"pipeline_schedule={self.pipeline_schedule!r} is not one of {', '.join(SCHEDULES)}{hint}"
             )
-        least, most = CHUNKS.get(self.pipeline_schedule, (1, 1))
+        least, most = chunks_of(self.pipeline_schedule)
         if self.pipeline_chunks != "auto" and not least <= self.pipeline_chunks <= (most or self.pipeline_chunks):
             valid = f"{least} or more" if most is None else str(least)
             raise ConfigError(
@@ -234,7 +239,7 @@ class ParallelConfig:
     @property
     def chunks(self) -> int:
         """Chunks per stage."""
-        return CHUNKS.get(self.pipeline_schedule, (1, 1))[0] if self.pipeline_chunks == "auto" else self.pipeline_chunks
+        return chunks_of(self.pipeline_schedule)[0] if self.pipeline_chunks == "auto" else self.pipeline_chunks
 
     def resolve(self, world_size: int) -> tuple[Layout, str]:
         """Fill the ``"auto"`` degrees for ``world_size`` ranks.

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from lightning_megapar.layers.foreign import is_conv1d, is_plain_linear
 
 Key = tuple[int, int]
 """(chunk, microbatch)."""
@@ -66,14 +69,15 @@ class Deferral:
     def connect(self, module: nn.Module) -> None:
         """Let every linear layer in ``module`` use this: torch's, transformers' ``Conv1D`` and this package's own.
 
-        To be called before layers get a sharded forward. Layers whose class is another one compute as ever.
+        To be called before layers get a sharded forward. Layers with a forward of somebody's own compute as ever.
         """
         for child in module.modules():
-            if type(child) is nn.Linear:
-                child.__class__ = _Linear
-            elif type(child).__name__ == "Conv1D" and hasattr(child, "nf"):
-                child.__class__ = _conv1d(type(child))
-            elif not hasattr(type(child), "deferral"):
+            kind: Any = type(child)
+            if kind.forward is nn.Linear.forward and is_plain_linear(child):
+                child.__class__ = _deferring(kind, transposed=False)
+            elif kind.__name__ == "Conv1D" and is_conv1d(child):
+                child.__class__ = _deferring(kind, transposed=True)
+            elif not hasattr(kind, "deferral"):
                 continue
             vars(child)["deferral"] = self
 
@@ -140,22 +144,17 @@ def linear(
     return _Product.apply(x, weight, bias, deferral, transposed)
 
 
-class _Linear(nn.Linear):
-    """``nn.Linear`` with a deferral."""
+@cache
+def _deferring(base: type[nn.Module], transposed: bool) -> type[nn.Module]:
+    """The class of a linear layer, with a forward whose weight gradients may wait.
 
-    deferral: Deferral | None = None
-
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias, self.deferral)
-
-
-_Linear.__name__, _Linear.__qualname__ = nn.Linear.__name__, nn.Linear.__qualname__
-
-
-def _conv1d(base: type[nn.Module]) -> type[nn.Module]:
-    """transformers' ``Conv1D`` with a deferral."""
+    Args:
+        base: its class.
+        transposed: whether its weight lies (in, out).
+    """
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.deferral, transposed=True)
+        return linear(x, self.weight, self.bias, self.deferral, transposed)
 
-    return type(base.__name__, (base,), {"forward": forward, "deferral": None, "__module__": base.__module__})
+    own = {"forward": forward, "deferral": None, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (base,), own)

@@ -36,6 +36,7 @@ from lightning_megapar.pipeline.entrance import (
     Result,
     StageExit,
     copy_of,
+    may_draw,
     outgoing,
     presented,
     refuse_autograd_function,
@@ -101,6 +102,7 @@ class StageCut:
         self.group = set(plan.blocks) | {name for group in plan.beside for name in group}
         self._active = False
         self._handles: list[Any] = []
+        self._drawing: set[str] = set()
         self._local: dict[str, nn.Module] = {}
         self._stand_ins: dict[str, StandIn] = {}
         self._clear()
@@ -155,6 +157,7 @@ class StageCut:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._drawing = set()
         names: dict[int, list[str]] = {}
         for name, module in self._local.items():
             names.setdefault(id(module), []).append(name)
@@ -162,6 +165,9 @@ class StageCut:
             mine = names[id(module)]
             if mine[0] != name:
                 continue  # one module in several places
+            # Blocks are seeded one by one; states of the generators cost more than a small module's forward.
+            if name not in self._index and may_draw(module):
+                self._drawing.update(mine)
             # First of all, so that everybody else's hooks see numbers; and last of all.
             self._handles.append(
                 module.register_forward_pre_hook(partial(self._before, mine), with_kwargs=True, prepend=True)
@@ -228,7 +234,7 @@ class StageCut:
             refuse_autograd_function(name)
         if self.watch is not None or name in self.changing:
             self._arguments.append(snapshot(args, kwargs))
-        if name not in self._index:  # blocks are seeded one by one
+        if name in self._drawing:
             self._drawn.append(generator_states())
         if self.watch is not None:
             self.watch.enter(name)
@@ -254,7 +260,7 @@ class StageCut:
             self.watch.leave(value)
         key = self._count(name)
         self._results[key] = Result(value, versions(value))
-        if name not in self._index:
+        if name in self._drawing:
             states = generator_states()
             if states != self._drawn.pop():
                 self._generators[key] = states

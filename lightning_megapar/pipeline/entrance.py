@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megapar.pipeline.away import Away, Ledger, Source, StageError
 from lightning_megapar.pipeline.nest import Shape, Unsent, flatten, is_plain, map_leaves, tensors_of
@@ -34,6 +34,20 @@ def refuse_autograd_function(name: str) -> None:
                     "pipeline_parallel_size=1)"
                 )
         frame = frame.f_back
+
+
+_NEVER_DRAW = (
+    *(nn.Embedding, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Flatten),
+    *(nn.Sequential, nn.ModuleList, nn.ModuleDict),
+)
+
+
+def may_draw(module: nn.Module) -> bool:
+    """Whether a module may draw random numbers: whatever is not one of torch's plain layers, or has hooks."""
+    return any(
+        type(part) not in _NEVER_DRAW or part._forward_hooks or part._forward_pre_hooks for part in module.modules()
+    )
 
 
 def versions(nest: Any) -> list[int]:

@@ -10,10 +10,11 @@ from torch import nn
 
 from lightning_megapar.config import ConfigError, divisors, nearest, nearest_name
 from lightning_megapar.layers.collectives import TensorRanks
+from lightning_megapar.layers.foreign import is_linear, widths
 from lightning_megapar.sharding import embeddings, regions, styles
 from lightning_megapar.sharding.apply import parameter_owners
 from lightning_megapar.sharding.plan import Assignment, Style
-from lightning_megapar.sharding.styles import cut_parameter, is_linear, widths
+from lightning_megapar.sharding.styles import cut_parameter
 from lightning_megapar.shards import ParameterShard, Runs, deal_out, not_divisible, own_shards
 
 

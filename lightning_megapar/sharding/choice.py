@@ -12,6 +12,7 @@ from torch import nn
 from lightning_megapar.config import ConfigError, nearest_name
 from lightning_megapar.generators import generators_kept
 from lightning_megapar.layers.base import ParallelLayer
+from lightning_megapar.layers.foreign import is_linear
 from lightning_megapar.sharding.blueprint import on_meta
 from lightning_megapar.sharding.by_plan import apply_assignments
 from lightning_megapar.sharding.chooser.alone import by_itself
@@ -22,11 +23,12 @@ from lightning_megapar.sharding.chooser.pricing import Pricing
 from lightning_megapar.sharding.chooser.trial import Run, TrialRanks
 from lightning_megapar.sharding.names import BlockNames
 from lightning_megapar.sharding.plan import Assignment, ShardingPlan, resolve
-from lightning_megapar.sharding.styles import is_linear
 from lightning_megapar.sharding.transformers_plan import plans_are_proven, transformers_plan
 
 Alone = Callable[[nn.Module, bool, Sequence[Assignment]], nn.Module]
 """(whole module, whether to shorten its stack, what a plan says of it) -> a copy that can be run by itself."""
+Runs = Callable[[nn.Module], Sequence[Run] | str]
+"""(whole module) -> its own step on a few samples, or why there are none."""
 _T = TypeVar("_T")
 
 WORTH_A_TRIAL = 0.02
@@ -83,7 +85,7 @@ def choose_plan(
     setting: Any,
     size: int,
     *,
-    runs: Callable[[nn.Module], Sequence[Run] | str],
+    runs: Runs,
     alone: Alone,
     share: Callable[[Any], Any],
     is_first: bool,
@@ -112,36 +114,51 @@ def choose_plan(
     """
     if size == 1:
         return PlanChoice()
-    choice = _first_hit(module, setting, size, runs, alone, share, is_first, pricing, patience)
+    given = written_plan(module, setting)
+    if given is not None:
+        choice = _written(module, given, size, runs, alone, share, is_first, patience)
+    else:
+        choice = _automatic(module, size, runs, alone, share, is_first, pricing, patience)
     star = BlockNames(dict(module.named_modules())).star
     return replace(choice, alike={one.name: star(one.name) for one in choice.assignments})
 
 
-def _first_hit(
+def _written(
     module: nn.Module,
-    setting: Any,
+    plan: ShardingPlan,
     size: int,
-    runs: Callable[[nn.Module], Sequence[Run] | str],
+    runs: Runs,
+    alone: Alone,
+    share: Callable[[Any], Any],
+    is_first: bool,
+    patience: float,
+) -> PlanChoice:
+    """A plan that somebody wrote, judged by the first rank."""
+    assignments = resolve(plan, module, strict=True)
+    if all(one.style.name == "replicate" for one in assignments):
+        return PlanChoice(assignments, plan=plan)
+    samples = runs(module)
+    judgement = None
+    if is_first:
+        with generators_kept():
+            judgement = _judge(module, plan, assignments, size, samples, alone, patience)
+    judgement = share(judgement)
+    if judgement.refusal:
+        raise ConfigError(judgement.refusal)
+    return PlanChoice(resolve(judgement.plan, module, strict=True), judgement.notes, judgement.plan)
+
+
+def _automatic(
+    module: nn.Module,
+    size: int,
+    runs: Runs,
     alone: Alone,
     share: Callable[[Any], Any],
     is_first: bool,
     pricing: Pricing | None,
     patience: float,
 ) -> PlanChoice:
-    given = written_plan(module, setting)
-    if given is not None:
-        assignments = resolve(given, module, strict=True)
-        if all(one.style.name == "replicate" for one in assignments):
-            return PlanChoice(assignments, plan=given)
-        samples = runs(module)
-        judgement = None
-        if is_first:
-            with generators_kept():
-                judgement = _judge(module, given, assignments, size, samples, alone, patience)
-        judgement = share(judgement)
-        if judgement.refusal:
-            raise ConfigError(judgement.refusal)
-        return PlanChoice(resolve(judgement.plan, module, strict=True), judgement.notes, judgement.plan)
+    """The plan that transformers publishes, and what the first rank's chooser finds."""
     plan = transformers_plan(module)
     if not plan.rules and not has_foreign_layers(module):
         return PlanChoice()

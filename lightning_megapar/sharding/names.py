@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from lightning_megapar.sharding.styles import is_linear
+from lightning_megapar.layers.foreign import is_linear
 
 
 def starred(name: str) -> str:

@@ -21,6 +21,8 @@ from pathlib import Path
 from torch import nn
 
 from lightning_megapar.config import ConfigError, nearest_name
+from lightning_megapar.layers.base import ParallelLayer
+from lightning_megapar.layers.foreign import computed_weight, is_linear
 from lightning_megapar.sharding.vocabulary import BESIDE_OTHERS, MODULE_STYLES, PARAMETER_STYLES, STYLES, Style
 
 __all__ = ["STYLES", "Assignment", "Rule", "ShardingPlan", "Style", "resolve"]
@@ -230,9 +232,6 @@ def _matches_nothing(pattern: str, names: Iterable[str]) -> str:
 
 
 def _check(one: Assignment, module: nn.Module, strict: bool) -> None:
-    from lightning_megapar.layers.base import ParallelLayer
-    from lightning_megapar.sharding.styles import computed_weight, is_linear
-
     child = module.get_submodule(one.path)
     kind = type(child).__name__
     setting = f"sharding_plan[{one.pattern!r}] = {str(one.style)!r}"

@@ -217,6 +217,12 @@ class MegaParStrategy(StepStrategy):
                 f"the module was already cut for {earlier.layout.describe()}; this trainer asks for "
                 f"{self.layout.describe()}. Build the module anew and load its checkpoint"
             )
+        elif not earlier.serves(self.schedule, self.mesh):
+            raise ConfigError(
+                f"the module was already cut for another pipeline schedule, with other chunks or whole backwards; "
+                f"this trainer asks for pipeline_schedule={self.schedule!r}. Build the module anew and load its "
+                "checkpoint"
+            )
         else:
             self._prepared = earlier
         self._metrics = connect_metrics(module, self.mesh, lambda: self.stepper.is_running)

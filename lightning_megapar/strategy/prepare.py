@@ -74,6 +74,12 @@ class PreparedModule:
     blueprints: tuple[Blueprint, ...] = ()
     deferral: Deferral | None = None
 
+    def serves(self, schedule: str, mesh: ParallelMesh) -> bool:
+        """Whether a pipeline schedule can be run on it: the same chunks, and weight gradients that wait if need be."""
+        if self.plan is None:
+            return True
+        return self.plan.placement == mesh.placement and (schedule not in SPLIT_BACKWARDS or self.deferral is not None)
+
 
 def prepare_module(
     module: nn.Module,

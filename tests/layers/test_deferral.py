@@ -119,3 +119,28 @@ def test_under_autocast(kind: str) -> None:
     for name, gradient in gradients(layer).items():
         assert gradient.dtype == torch.float32
         torch.testing.assert_close(gradient, expected[name], rtol=2e-2, atol=2e-2)
+
+
+def test_layers_of_somebody_s_class_keep_it() -> None:
+    """One class per kind of layer, and none where the forward or the weight is not torch's."""
+
+    class Same(nn.Linear):
+        pass
+
+    class Scaled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    parts = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), Same(3, 3), Scaled(3, 3), normed])
+    kinds = [type(part) for part in parts]
+    deferral = Deferral()
+    deferral.connect(parts)
+    assert type(parts[0]) is type(parts[1]) and isinstance(parts[2], Same)
+    assert [type(part) for part in parts[3:]] == kinds[3:]
+    loss = sum(part(torch.ones(2, 3)).sum() for part in parts)
+    with deferral.collecting((0, 0)):
+        loss.backward()
+    assert [part.bias.grad is None for part in parts] == [True, True, True, False, False]
+    deferral.compute((0, 0))
+    assert all(parameter.grad is not None for parameter in parts.parameters())

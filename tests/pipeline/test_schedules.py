@@ -281,7 +281,7 @@ def test_a_file_that_is_not_there(tmp_path) -> None:
 def test_the_settings_know_the_chunks_of_every_schedule() -> None:
     """One table is at the bottom of the house, where settings are validated; this is the other one."""
     for name in config.SCHEDULES:
-        least, most = config.CHUNKS.get(name, (1, 1))
+        least, most = config.chunks_of(name)
         assert build_schedule(name, 2, 4).num_chunks == least
         for chunks in range(1, 5):
             if least <= chunks <= (most or chunks):

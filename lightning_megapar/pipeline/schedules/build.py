@@ -37,7 +37,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_megapar.config import ConfigError, nearest_name
+from lightning_megapar.config import ConfigError, chunks_of, nearest_name
 from lightning_megapar.pipeline.schedules.data import Action, Kind, Schedule, loop_placement, v_placement
 
 _KIND_OF: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
@@ -213,26 +213,24 @@ def forward_schedule(placement: Sequence[Sequence[int]], num_microbatches: int) 
 @dataclass(frozen=True)
 class _Recipe:
     build: Callable[[int, int, int], Schedule]
-    default_chunks: int
-    most_chunks: int | None
-    instead: str
+    instead: str = ""
 
 
 _RECIPES: dict[str, _Recipe] = {
-    "gpipe": _Recipe(_gpipe, 1, None, ""),
+    "gpipe": _Recipe(_gpipe),
     "1f1b": _Recipe(
-        lambda s, m, v: _one_forward_one_backward("1f1b", m, s, 0), 1, 1, "with more chunks it is interleaved_1f1b"
+        lambda s, m, v: _one_forward_one_backward("1f1b", m, s, 0), "with more chunks it is interleaved_1f1b"
     ),
-    "interleaved_1f1b": _Recipe(_interleaved, 2, None, "with one chunk it is 1f1b"),
+    "interleaved_1f1b": _Recipe(_interleaved, "with one chunk it is 1f1b"),
     "zb_h1": _Recipe(
-        lambda s, m, v: _one_forward_one_backward("zb_h1", m, s, 1), 1, 1, "zbv has 2 chunks and halved backwards"
+        lambda s, m, v: _one_forward_one_backward("zb_h1", m, s, 1), "zbv has 2 chunks and halved backwards"
     ),
     "zb_h2": _Recipe(
-        lambda s, m, v: _one_forward_one_backward("zb_h2", m, s, 2), 1, 1, "zbv has 2 chunks and halved backwards"
+        lambda s, m, v: _one_forward_one_backward("zb_h2", m, s, 2), "zbv has 2 chunks and halved backwards"
     ),
-    "zbv": _Recipe(_zbv, 2, 2, "one on the way down the ranks, one on the way back"),
-    "dualpipe_v": _Recipe(_dualpipe_v, 2, 2, "one on the way down the ranks, one on the way back"),
-    "forward": _Recipe(lambda s, m, v: forward_schedule(loop_placement(s, v), m), 1, None, ""),
+    "zbv": _Recipe(_zbv, "one on the way down the ranks, one on the way back"),
+    "dualpipe_v": _Recipe(_dualpipe_v, "one on the way down the ranks, one on the way back"),
+    "forward": _Recipe(lambda s, m, v: forward_schedule(loop_placement(s, v), m)),
 }
 SCHEDULE_NAMES: tuple[str, ...] = tuple(_RECIPES)
 """Every name that :func:`build_schedule` knows; the last one, ``forward``, has no backward."""
@@ -270,12 +268,11 @@ def build_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks
         near = nearest_name(str(name).lower(), SCHEDULE_NAMES)
         hint = f"; did you mean {near!r}?" if near else ""
         raise ConfigError(f"pipeline_schedule={name!r} is not one of {', '.join(SCHEDULE_NAMES)}{hint}")
-    recipe = _RECIPES[name]
-    chunks = recipe.default_chunks if num_chunks is None else num_chunks
+    recipe, (least, most) = _RECIPES[name], chunks_of(name)
+    chunks = least if num_chunks is None else num_chunks
     _check_count("num_chunks", chunks)
-    if chunks < recipe.default_chunks or (recipe.most_chunks is not None and chunks > recipe.most_chunks):
-        least = recipe.default_chunks
-        valid = f"{least} or more" if recipe.most_chunks is None else str(least)
+    if not least <= chunks <= (most or chunks):
+        valid = f"{least} or more" if most is None else str(least)
         raise ConfigError(
             f"pipeline_schedule={name!r} cannot have num_chunks={chunks}; valid values: {valid} ({recipe.instead})"
         )

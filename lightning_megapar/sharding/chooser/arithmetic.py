@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_megapar.data_parallel.agreement import TOLERANCE
+
 _SHORT = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
 _BITS = {Tensor.view, torch.frombuffer}  # they read bits, not values
@@ -33,11 +35,9 @@ _DROPOUTS = {
 _DROPOUT_OF_ATTENTION = 4
 """Position of ``dropout_p`` in the arguments of ``scaled_dot_product_attention``."""
 
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""Largest difference of a gradient over its largest magnitude that rounding explains; a wrong layout is off by 1e-2
-to 1."""
 MIXED = 1e-5
-"""The same, where a module in float64 computes a part in float32 (its weights and inputs are exact)."""
+"""What rounding explains where a module in float64 computes a part in float32 (its weights and inputs are exact); a
+wrong layout is off by 1e-2 to 1."""
 
 
 class Arithmetic(TorchFunctionMode):
@@ -63,7 +63,7 @@ class Arithmetic(TorchFunctionMode):
         """What rounding explains, after what has run so far."""
         if self.dtype is torch.float64 and self.shortest is torch.float32:
             return MIXED
-        return TOLERANCES.get(self.shortest, TOLERANCES[torch.float32])
+        return TOLERANCE.get(self.shortest, TOLERANCE[torch.float32])
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

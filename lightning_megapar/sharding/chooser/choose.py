@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lightning_megapar.config import ConfigError
+from lightning_megapar.layers.foreign import widths
 from lightning_megapar.sharding.chooser.bench import Bench
 from lightning_megapar.sharding.chooser.hypotheses import (
     Hypothesis,
@@ -34,7 +35,6 @@ from lightning_megapar.sharding.chooser.survey import Pair, Survey, survey
 from lightning_megapar.sharding.chooser.trial import Run, Verdict
 from lightning_megapar.sharding.names import BlockNames
 from lightning_megapar.sharding.plan import ShardingPlan, resolve
-from lightning_megapar.sharding.styles import widths
 
 SMALLEST_TABLE = 0.02
 """Share of all parameters below which an embedding stays whole: a look-up less is worth more than its rows."""

@@ -17,10 +17,10 @@ from typing import Any
 from torch import nn
 
 from lightning_megapar.layers.base import ParallelLayer
+from lightning_megapar.layers.foreign import is_linear, widths
 from lightning_megapar.sharding.chooser.pricing import Price
 from lightning_megapar.sharding.chooser.survey import Pair, Survey, parent_of
 from lightning_megapar.sharding.names import BlockNames
-from lightning_megapar.sharding.styles import is_linear, widths
 
 _HEAD_COUNT, _NO_COUNT = re.compile("head"), re.compile("dim|size|scal|group|mask|prune|idx|index")
 _HEAD_WIDTHS = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head", "kv_channels")

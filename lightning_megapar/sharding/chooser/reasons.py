@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from lightning_megapar.layers.foreign import computed_weight, is_linear
 from lightning_megapar.sharding.chooser.survey import Survey
 from lightning_megapar.sharding.names import BlockNames
 from lightning_megapar.sharding.plan import ShardingPlan, resolve
-from lightning_megapar.sharding.styles import computed_weight, is_linear
 
 
 def compiled_parts(module: nn.Module) -> set[str]:

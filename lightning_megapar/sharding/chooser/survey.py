@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_megapar.layers.base import ParallelLayer
+from lightning_megapar.layers.foreign import is_linear, is_plain_linear, widths
 from lightning_megapar.sharding.names import BlockNames
-from lightning_megapar.sharding.styles import is_linear, is_plain_linear, widths
 
 
 @dataclass(frozen=True)
