@@ -24,11 +24,21 @@ SPLIT_HINT = (
 @torch.no_grad()
 def fingerprint(batch: Any, device: torch.device) -> Tensor:
     """A number that tells batches apart: 0-dim float64, from a sample of the elements of the first few tensors."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for index, leaf in enumerate(_some_tensors(batch, 8)):
+    return sampled(batch, device)[0]
+
+
+@torch.no_grad()
+def sampled(nest: Any, device: torch.device) -> Tensor:
+    """Two float64 numbers: a weighted sum of some elements of a nest's first few tensors, and that of their sizes.
+
+    Nests that are alike up to rounding have the same first number, up to rounding of the second.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for index, leaf in enumerate(_some_tensors(nest, 8)):
         picked = leaf.detach().reshape(-1)
         picked = picked[:: max(1, picked.numel() // 256)].to(device, torch.float64).nan_to_num(1.0, 2.0, 3.0)
-        total += (picked * torch.arange(1, picked.numel() + 1, device=device)).mean() * (index + 1) + leaf.numel()
+        weights = torch.arange(1, picked.numel() + 1, device=device)
+        total += torch.stack([(part * weights).mean() for part in (picked, picked.abs())]) * (index + 1) + leaf.numel()
     return total
 
 

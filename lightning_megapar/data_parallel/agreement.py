@@ -7,15 +7,19 @@ exact all the same. Published sharding plans miss such parameters (transformers 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_megapar.batches import sampled
 from lightning_megapar.data_parallel.parameters import LogicalParameter, local_tensor, trainable
+from lightning_megapar.layers.base import ParallelLayer
 from lightning_megapar.mesh import ParallelMesh
+from lightning_megapar.shards import own_shards
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Relative difference of gradients that rounding may explain, by dtype."""
@@ -52,6 +56,49 @@ def undeclared_addends(parameters: Sequence[LogicalParameter], mesh: ParallelMes
     everyone: list[list[str]] = [[] for _ in range(mesh.layout.world_size)]
     dist.all_gather_object(everyone, mine)
     return sorted({name for one in everyone for name in one})
+
+
+@torch.no_grad()
+def unlike_buffers(buffers: Mapping[str, Tensor], mesh: ParallelMesh) -> list[str]:
+    """Names of buffers that differ between tensor ranks, which fill them from the same samples.
+
+    Collective over all ranks, which return the same names: those that any of them found.
+
+    Args:
+        buffers: of this rank, without those of layers that are cut themselves.
+        mesh: the ranks.
+    """
+    group = mesh.group("tensor")
+    if group is None:
+        return []
+    mine = {
+        name: (tuple(buffer.shape), *sampled(buffer, buffer.device).tolist())
+        for name, buffer in buffers.items()
+        if buffer.is_floating_point() and not buffer.is_meta
+    }
+    peers: list[Any] = [None] * mesh.size("tensor")
+    dist.all_gather_object(peers, mine, group=group)
+    names: set[str] = set()
+    for other in peers[1:]:
+        for name in other.keys() | peers[0].keys():
+            one, two = peers[0].get(name), other.get(name)
+            rounding = TOLERANCE.get(buffers[name].dtype, 1e-4) if name in buffers else 0.0
+            if one is None or two is None or one[0] != two[0] or abs(one[1] - two[1]) > rounding * max(one[2], two[2]):
+                names.add(name)
+    everyone: list[list[str]] = [[] for _ in range(mesh.layout.world_size)]
+    dist.all_gather_object(everyone, sorted(names))
+    return sorted({name for one in everyone for name in one})
+
+
+def whole_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers of a module by name, without those of layers that are cut."""
+    found: dict[str, Tensor] = {}
+    for path, child in module.named_modules():
+        if isinstance(child, ParallelLayer) or own_shards(child):
+            continue
+        own = child.named_buffers(recurse=False)
+        found.update({f"{path}.{name}" if path else name: buffer for name, buffer in own})
+    return found
 
 
 def _ratio(gradient: Tensor, mean: Tensor) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,7 @@ from lightning_megapar.pipeline.chunks import RankCut
 from lightning_megapar.pipeline.rehearsal import Rehearsal
 from lightning_megapar.pipeline.runtime import PipelineRuntime
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule, forward_schedule
+from lightning_megapar.step.likeness import REMEDY, tell_unlike
 from lightning_megapar.step.log import LogExchange, LogRecorder, StepReport
 from lightning_megapar.step.random_streams import RandomStreams
 
@@ -86,6 +87,7 @@ class StepperBase:
         num_microbatches: microbatches per batch (fewer for a ragged last batch).
         streams: seeds torch's generators for each microbatch; ``None`` leaves them alone.
         forward_context: makes the precision plugin's context around one forward.
+        buffers: this rank's buffers by name, without those of layers that are cut.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class StepperBase:
         num_microbatches: int = 1,
         streams: RandomStreams | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        buffers: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self.mesh = mesh
         self.device = device
@@ -113,6 +116,7 @@ class StepperBase:
         self.num_microbatches = num_microbatches
         self.streams = streams
         self.forward_context = forward_context
+        self.buffers = buffers
         self._parameters = list(parameters)
         self._frozen = self._fixed_switches()
         self._running = False
@@ -131,6 +135,7 @@ class StepperBase:
         self._rehearsed: set[str] = set()
         self._repeated: str | None = None
         """Name of the step whose next call repeats its rehearsal."""
+        self._told: set[str] = set()
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     @property
@@ -251,6 +256,20 @@ class StepperBase:
     def _recorder_of(self, chunk: int, recorder: LogRecorder) -> LogRecorder:
         """What a chunk's run of the step logs to: only the one that gets to the loss counts."""
         return recorder if self.cut is None or self.cut.chunks[chunk].is_last else LogRecorder()
+
+    def _tell_unlike(self, report: StepReport, kind: str) -> None:
+        """Of what tensor ranks logged or returned differently. Predictions are what their step is for: refused.
+
+        Raises:
+            StepContractError: the same on every rank.
+        """
+        step = f"{'training' if kind == 'train' else kind}_step"
+        if kind == "predict" and any(not one.name for one in report.unlike):
+            raise StepContractError(
+                f"predict_step returned other values on each of the tensor ranks, which share their samples: {REMEDY}"
+            )
+        if self.mesh.rank == 0:
+            tell_unlike(report.unlike, self._told, step)
 
     def _fill_absent_logs(self, recorder: LogRecorder) -> None:
         if self.cut is None or not self.cut.is_last:

@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megapar.batches import refuse_unlike_batches
+from lightning_megapar.batches import refuse_unlike_batches, sampled
 from lightning_megapar.mesh import ParallelMesh, all_gather_single
 from lightning_megapar.pipeline.away import Away, present
+from lightning_megapar.step.likeness import Unlike, state_of, unlike
 
-_FIXED = 7  # flag, signature, entries, loss sum, loss weight, capacity wanted, fingerprint of the batch
+_FIXED = 9  # flag, signature, entries, loss sum, loss weight, capacity wanted, fingerprint of the batch, output's two
+_COLUMNS = 3  # value, weight, and what tensor ranks must have alike
 _REDUCTIONS = ("mean", "sum", "max", "min")
 
 
@@ -39,6 +41,7 @@ class LogEntry:
         is_metric: a torchmetrics object was logged.
         values, weights: per microbatch; weights are samples (or what the user passed as ``batch_size``).
         explicit_weight: the user passed ``batch_size``.
+        dtype: of a logged tensor, ``None`` for a number.
     """
 
     fx: str
@@ -50,6 +53,7 @@ class LogEntry:
     values: list[Tensor] = field(default_factory=list)
     weights: list[float | Tensor] = field(default_factory=list)
     explicit_weight: bool = False
+    dtype: torch.dtype | None = None
 
     def signature(self) -> str:
         shown = {k: v for k, v in self.options.items() if k not in ("batch_size", "reduce_fx")}
@@ -57,9 +61,7 @@ class LogEntry:
 
     def description(self) -> LogEntry:
         """The entry without its values, for other ranks."""
-        return LogEntry(
-            self.fx, self.name, self.options, self.reduction, self.is_metric, explicit_weight=self.explicit_weight
-        )
+        return replace(self, metric=None, values=[], weights=[])
 
 
 def _reduction_name(reduce_fx: Any) -> str:
@@ -93,6 +95,7 @@ class LogRecorder:
         if entry is None:
             entry = LogEntry(fx, name, options, _reduction_name(options.get("reduce_fx", "mean")), is_metric)
             entry.explicit_weight = batch_size is not None
+            entry.dtype = value.dtype if isinstance(value, Tensor) else None
             self.entries[key] = entry
         if is_metric:
             entry.metric = value
@@ -139,6 +142,7 @@ class StepReport:
         flags: one number per rank.
         entries: descriptions in the order in which they were first logged.
         values, weights: reduced over microbatches and data ranks, per entry.
+        unlike: what tensor ranks that share their samples logged or returned differently.
     """
 
     loss: float
@@ -147,6 +151,7 @@ class StepReport:
     entries: tuple[LogEntry, ...]
     values: tuple[float, ...]
     weights: tuple[float, ...]
+    unlike: tuple[Unlike, ...] = ()
 
 
 class LogExchange:
@@ -167,6 +172,11 @@ class LogExchange:
         self._speakers = [r for r, p in enumerate(places) if p["pipeline"] == last and p["tensor"] == 0]
         self._speaks = mesh.rank in self._speakers
         self._data_ranks = [p["data"] for p in places]
+        # Ranks that share samples and loss, the one that speaks first.
+        self._peers = [
+            [r for r, p in enumerate(places) if p["pipeline"] == last and p["data"] == places[speaker]["data"]]
+            for speaker in self._speakers
+        ]
 
     def exchange(
         self,
@@ -175,6 +185,7 @@ class LogExchange:
         weight: Tensor | float,
         flag: float,
         fingerprint: Tensor | float = 0.0,
+        output: Any = None,
     ) -> StepReport:
         """All ranks call it once per step, with their own packet.
 
@@ -184,6 +195,7 @@ class LogExchange:
             weight: sum of the weights.
             flag: any number to be shown to every rank (a stop request).
             fingerprint: of the batch; ranks of one data rank must have the same.
+            output: what the step returned, where tensor ranks are to be compared.
 
         Raises:
             RuntimeError: when data ranks logged different names in the same step, or when tensor or pipeline ranks
@@ -192,6 +204,8 @@ class LogExchange:
         entries = tuple(recorder.entries.values()) if self.mesh.has_loss else ()
         signature = float(zlib.crc32("\n".join(e.signature() for e in entries).encode())) if entries else 0.0
         packet = self._pack(entries, signature, loss_sum, weight, flag, fingerprint)
+        if output is not None and self.mesh.size("tensor") > 1:
+            packet[7:9] = sampled(output, self.device)
         if self.mesh.layout.world_size == 1:
             self._known[int(signature)] = entries
             return self._report([packet.tolist()], int(signature))
@@ -199,7 +213,10 @@ class LogExchange:
         wanted = int(max(rows[r][5] for r in self._speakers))
         if wanted > self._capacity:
             self._capacity = 2 * wanted
-            rows = self._gather(self._pack(entries, signature, loss_sum, weight, flag, fingerprint))
+            wider = torch.zeros(_FIXED + _COLUMNS * self._capacity, dtype=packet.dtype, device=packet.device)
+            wider[: packet.numel()] = packet
+            self._pack_entries(wider, entries)
+            rows = self._gather(wider)
         refuse_unlike_batches([row[6] for row in rows], self._data_ranks)
         signatures = {int(rows[r][1]) for r in self._speakers}
         if len(signatures) > 1:
@@ -214,7 +231,24 @@ class LogExchange:
             dist.broadcast_object_list(box, src=self._speakers[0])
             assert box[0] is not None
             self._known[key] = box[0]
-        return self._report([rows[r] for r in self._speakers], key, tuple(row[0] for row in rows))
+        report = self._report([rows[r] for r in self._speakers], key, tuple(row[0] for row in rows))
+        return replace(report, unlike=self._compare(rows, report.entries)) if self.mesh.size("tensor") > 1 else report
+
+    def _compare(self, rows: list[list[float]], entries: tuple[LogEntry, ...]) -> tuple[Unlike, ...]:
+        """Every rank comes to the same answer: it has seen all packets."""
+        found: dict[str, Unlike] = {}
+        for first, *others in self._peers:
+            spoken = rows[first]
+            for row in (rows[other] for other in others):
+                if unlike(spoken[7], row[7], None, max(spoken[8], row[8])):
+                    found.setdefault("", Unlike("", spoken[7], row[7]))
+                if row[1] != spoken[1]:
+                    continue  # it logged other names, for example what only rank 0 logs
+                for index, entry in enumerate(entries):
+                    at = _FIXED + _COLUMNS * index
+                    if not entry.options.get("rank_zero_only") and unlike(spoken[at + 2], row[at + 2], entry.dtype):
+                        found.setdefault(entry.name, Unlike(entry.name, spoken[at], row[at]))
+        return tuple(found.values())
 
     def _pack(
         self,
@@ -226,20 +260,25 @@ class LogExchange:
         fingerprint: Tensor | float,
     ) -> Tensor:
         room = len(entries) if self.mesh.layout.world_size == 1 else self._capacity
-        head = [flag, signature, float(len(entries)), 0.0, 0.0, float(len(entries)), 0.0]
-        packet = torch.zeros(_FIXED + 2 * room, dtype=torch.float64)
-        packet[:_FIXED] = torch.tensor(head, dtype=torch.float64)
+        packet = torch.zeros(_FIXED + _COLUMNS * room, dtype=torch.float64)
+        packet[0], packet[1], packet[2], packet[5] = flag, signature, len(entries), len(entries)
         packet = packet.to(self.device)
         packet[3], packet[4], packet[6] = loss_sum, weight, fingerprint
-        for index, entry in enumerate(entries[:room]):
+        self._pack_entries(packet, entries)
+        return packet
+
+    def _pack_entries(self, packet: Tensor, entries: tuple[LogEntry, ...]) -> None:
+        for index, entry in enumerate(entries[: (packet.numel() - _FIXED) // _COLUMNS]):
+            at = _FIXED + _COLUMNS * index
             values = torch.stack([v.to(self.device, torch.float64) for v in entry.values])
             weights = torch.stack([torch.as_tensor(w, dtype=torch.float64, device=self.device) for w in entry.weights])
             if entry.reduction == "mean":
-                packet[_FIXED + 2 * index] = (values * weights).sum()
+                packet[at] = (values * weights).sum()
             else:
-                packet[_FIXED + 2 * index] = getattr(values, entry.reduction)()
-            packet[_FIXED + 2 * index + 1] = weights.sum()
-        return packet
+                packet[at] = getattr(values, entry.reduction)()
+            packet[at + 1] = weights.sum()
+            if self.mesh.size("tensor") > 1:
+                packet[at + 2] = packet[at] if entry.metric is None else state_of(entry.metric, self.device)
 
     def _gather(self, packet: Tensor) -> list[list[float]]:
         world = self.mesh.layout.world_size
@@ -252,8 +291,9 @@ class LogExchange:
         weight = sum(row[4] for row in rows)
         values, weights = [], []
         for index, entry in enumerate(entries):
-            column = [row[_FIXED + 2 * index] for row in rows]
-            total = sum(row[_FIXED + 2 * index + 1] for row in rows)
+            at = _FIXED + _COLUMNS * index
+            column = [row[at] for row in rows]
+            total = sum(row[at + 1] for row in rows)
             weights.append(total)
             if entry.reduction == "mean":
                 values.append(sum(column) / total if total else float("nan"))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,11 +28,17 @@ from lightning_megapar.batches import (
     join_outputs,
     split_batch,
 )
-from lightning_megapar.data_parallel.agreement import TOLERANCE, declared, losses_differ, undeclared_addends
+from lightning_megapar.data_parallel.agreement import (
+    TOLERANCE,
+    declared,
+    losses_differ,
+    undeclared_addends,
+    unlike_buffers,
+)
 from lightning_megapar.data_parallel.gradients import GradientReducer
 from lightning_megapar.data_parallel.parameters import LogicalParameter
 from lightning_megapar.step.base import StepContractError, StepperBase, StepResult, Window
-from lightning_megapar.step.log import LogRecorder, StepReport
+from lightning_megapar.step.log import LogRecorder
 from lightning_megapar.step.stage_metrics import from_last_stage
 
 __all__ = ["StepContractError", "StepResult", "Stepper"]
@@ -165,16 +172,11 @@ class Stepper(StepperBase):
         if losses:
             self._refuse_different(loss_sum, losses[0].dtype)
         tokens_flag = 1.0 if by_tokens and by_tokens[0] else 0.0
-        report = self.exchange.exchange(recorder, loss_sum, weight_sum, flag + 2.0 * tokens_flag, mark)
+        shown = outputs if self.check_is_due else None
+        report = self.exchange.exchange(recorder, loss_sum, weight_sum, flag + 2.0 * tokens_flag, mark, shown)
+        self._tell_unlike(report, "train")
         window.by_tokens = any(f >= 2.0 for f in report.flags)
-        report = StepReport(
-            report.loss,
-            report.weight,
-            tuple(f % 2.0 for f in report.flags),
-            report.entries,
-            report.values,
-            report.weights,
-        )
+        report = replace(report, flags=tuple(f % 2.0 for f in report.flags))
         if not window.weight and window.by_tokens:
             # The first window guessed its unit from this rank's samples; from here on all ranks share one.
             window.unit = unit if self.zero is not None else self._token_unit or report.weight or unit
@@ -250,7 +252,18 @@ class Stepper(StepperBase):
             )
 
     def _check_agreement(self) -> None:
-        """Gradients of what the tensor ranks hold alike are alike, or are addends that are summed from now on."""
+        """Gradients of what the tensor ranks hold alike are alike, or are addends that are summed from now on.
+
+        Raises:
+            StepContractError: the same on every rank, for buffers that differ between tensor ranks.
+        """
+        unlike = unlike_buffers(self.buffers(), self.mesh)
+        if unlike:
+            raise StepContractError(
+                f"the buffers {', '.join(unlike[:4])} differ between tensor ranks, which share their samples: they are "
+                "filled inside a sharded region, where each rank holds a part. Fill them from a block's output, or "
+                "keep the layers that they look at whole: sharding_plan={'their.name': 'replicate', ...}, or 'off'"
+            )
         found = undeclared_addends(self._parameters, self.mesh)
         if not found:
             return
@@ -337,7 +350,8 @@ class Stepper(StepperBase):
         self._fill_absent_logs(recorder)
         if outputs and isinstance(outputs[0], dict) and "num_valid_tokens" in outputs[0]:
             _weigh_by_tokens(recorder, weights)
-        report = self.exchange.exchange(recorder, 0.0, 0.0, flag, mark)
+        report = self.exchange.exchange(recorder, 0.0, 0.0, flag, mark, outputs)
+        self._tell_unlike(report, kind)
         output = join_outputs(outputs, [count for _, count in pieces]) if outputs else None
         if share and self.cut is not None:
             output = from_last_stage(output, self.mesh, self.device)

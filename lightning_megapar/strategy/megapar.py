@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_megapar.checkpoint.hugging_face.reading import LoadFrom, check_load_from
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
+from lightning_megapar.data_parallel.agreement import whole_buffers
 from lightning_megapar.launch import returns_to_caller
 from lightning_megapar.sharding.choice import check_written_plan, given_plan
 from lightning_megapar.sharding.chooser.alone import runs_of_step
@@ -263,6 +264,8 @@ class MegaParStrategy(StepStrategy):
         return runs_of_step(step_name(trainer), rows)
 
     def _make_stepper(self) -> Stepper:
+        module = self.lightning_module
+        assert module is not None
         return Stepper(
             self.mesh,
             self.root_device,
@@ -275,6 +278,7 @@ class MegaParStrategy(StepStrategy):
             num_microbatches=self.num_microbatches,
             streams=self.prepared.streams,
             forward_context=self.precision_plugin.forward_context,
+            buffers=lambda: whole_buffers(module),
         )
 
     def _print_stages(self) -> None:

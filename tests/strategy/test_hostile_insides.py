@@ -1,0 +1,164 @@
+"""What steps take from inside a sharded region is a rank's part: everybody is told, whatever plan is in force."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import hostile
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from pool import RankError, RankPool
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = torch.tanh(self.up(x))
+        return x + self.down(self.hidden)
+
+
+class Inside(hostile.Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Block() for _ in range(4)])
+
+    @property
+    def hidden(self) -> Tensor:
+        found = self.blocks[-1].hidden  # type: ignore[index]
+        assert isinstance(found, Tensor)
+        return found.detach()
+
+
+class LogsATensor(Inside):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        self.log("size", self.hidden.norm())
+        return loss
+
+
+class LogsANumberLater(Inside):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        if batch_idx >= 2:
+            self.log("size", self.hidden.norm().item())
+        return loss
+
+
+class LogsInValidation(Inside):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+        self.log("size", self.hidden.abs().mean())
+
+
+class LogsAMetric(Inside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+        self.mean.update(self.hidden)
+        self.log("size", self.mean)
+
+
+class LogsItsWeights(Inside):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("size", self.blocks[-1].up.weight.norm())  # type: ignore[index,union-attr,operator]
+        return loss
+
+
+class ReturnsIt(Inside):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "hidden": self.hidden}
+
+
+class PredictsIt(Inside):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        self(batch[0])
+        return self.hidden
+
+
+class FillsABuffer(Inside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("typical", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.typical = 0.9 * self.typical + 0.1 * self.hidden.abs().mean()
+        return loss
+
+
+class LogsForRankZero(Inside):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("mine", float(self.global_rank), rank_zero_only=True)
+        if self.global_rank == 0:
+            self.log("also_mine", 1.0)
+        self.log("loss", loss)
+        return loss
+
+
+def told(layout: str, module: type[LightningModule]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hostile.fit(layout, module, validate=True, options={"sharding_plan": PLAN})
+    return [str(w.message) for w in caught if "tensor ranks that share" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ("module", "layout"),
+    [
+        (LogsATensor, "tp2"),
+        (LogsANumberLater, "tp2"),
+        (LogsInValidation, "tp2"),
+        (LogsAMetric, "tp2"),
+        (LogsItsWeights, "tp2"),
+        (LogsInValidation, "tp2_pp2"),
+    ],
+)
+def test_logs_are_told_of_once(pool: RankPool, module: type[LightningModule], layout: str) -> None:
+    messages, *others = pool.run(told, hostile.LAYOUTS[layout][0], layout, module, mode="trainer")
+    assert others == [[]] * len(others)
+    [message] = messages
+    assert re.search(r"self.log\('size'\) got \S+ and \S+ on tensor ranks", message)
+    assert "from inside a sharded region" in message and "'replicate'" in message
+
+
+@pytest.mark.parametrize("module", [Inside, LogsForRankZero], ids=lambda m: m.__name__)
+def test_what_is_alike_is_not_told_of(pool: RankPool, module: type[LightningModule]) -> None:
+    assert pool.run(told, 2, "tp2", module, mode="trainer") == [[], []]
+
+
+def test_returned_values_are_told_of_once(pool: RankPool) -> None:
+    [message], _ = pool.run(told, 2, "tp2", ReturnsIt, mode="trainer")
+    assert message.startswith("validation_step returned other values on each of tensor ranks")
+
+
+def predict(layout: str) -> Any:
+    trainer = hostile.trainer_for(layout, options={"sharding_plan": PLAN})
+    return trainer.predict(PredictsIt().double(), hostile.loader(layout, 12))
+
+
+def test_predictions_from_inside_are_refused(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="predict_step returned other values on each of the tensor ranks"):
+        pool.run(predict, 2, "tp2", mode="trainer", timeout=60)
+
+
+def test_buffers_from_inside_are_refused(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="the buffers typical differ between tensor ranks"):
+        pool.run(told, 2, "tp2", FillsABuffer, mode="trainer", timeout=60)
