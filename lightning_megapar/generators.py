@@ -64,7 +64,10 @@ def seed_generators(seed: int) -> None:
     Args:
         seed: from 0 to 2**32 - 1 (numpy's range).
     """
-    torch.manual_seed(seed)
+    # torch.manual_seed takes a traceback for every kind of device that is not in use: 0.8 ms, for each block of a step.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed)
