@@ -32,7 +32,7 @@ def apply_assignments(module: nn.Module, assignments: Sequence[Assignment], rank
     """
     tied = [owners for owners in parameter_owners(module).values() if len(owners) > 1]
     held = dict(module.named_modules())
-    present = [one for one in assignments if isinstance(held.get(one.path), one.kind)]
+    present = [here for one in assignments if (here := one.among(held)) is not None]
     heads = _HeadCounts(held, present, ranks.size)
     # Bare parameters first, then modules (whose styles look at what is cut already), then what divides attributes.
     order = {"local_attributes": 2, "local_arguments": 2}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -126,7 +126,10 @@ class ShardingPlan:
             mapping = yaml.safe_load(Path(path).read_text())
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"sharding_plan={str(path)!r} cannot be read: {str(error).splitlines()[0]}") from None
-        return cls.from_mapping(mapping, why=str(path))
+        try:
+            return cls.from_mapping(mapping, why=str(path))
+        except ConfigError as error:
+            raise ConfigError(f"in {path}: {error}") from None
 
     def write(self, path: str | Path) -> None:
         """To a YAML file that :meth:`read` takes back."""
@@ -155,6 +158,7 @@ class Assignment:
         why: where the rule comes from.
         pattern: of the rule.
         kind: class of the module; on other pipeline stages something else stands in its place.
+        aliases: other names of the module; a stage may hold it under one of them only.
     """
 
     path: str
@@ -163,6 +167,14 @@ class Assignment:
     why: str
     pattern: str
     kind: type[nn.Module] = nn.Module
+    aliases: tuple[str, ...] = ()
+
+    def among(self, held: Mapping[str, nn.Module]) -> Assignment | None:
+        """The same for a stage that holds these modules, under the name that it has there; ``None`` if it has none."""
+        for path in (self.path, *self.aliases):
+            if isinstance(held.get(path), self.kind):
+                return replace(self, path=path)
+        return None
 
     @property
     def name(self) -> str:
@@ -184,7 +196,11 @@ def resolve(plan: ShardingPlan, module: nn.Module, *, strict: bool) -> list[Assi
     found: list[Assignment] = []
     used: set[str] = set()
     names: list[str] = []
+    places: dict[int, list[str]] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        places.setdefault(id(child), []).append(path)
     for path, child in module.named_modules():
+        aliases = tuple(other for other in places[id(child)] if other != path)
         own = [(path, None), *((path, name) for name, p in child._parameters.items() if p is not None)]
         for where, parameter in own:
             name = ".".join(filter(None, (where, parameter)))
@@ -202,7 +218,9 @@ def resolve(plan: ShardingPlan, module: nn.Module, *, strict: bool) -> list[Assi
                     if kind is main and strict and len({r.style for r in same}) > 1:
                         raise ConfigError(_ambiguous(name, same))
                     same = same if kind is extra else [rule]
-                    found += [Assignment(where, parameter, r.style, r.why, r.pattern, type(child)) for r in same]
+                    found += [
+                        Assignment(where, parameter, r.style, r.why, r.pattern, type(child), aliases) for r in same
+                    ]
     lost = [rule.pattern for rule in plan.rules if rule.pattern not in used]
     if lost and strict:
         raise ConfigError("\n".join(_matches_nothing(pattern, names) for pattern in lost))

@@ -69,9 +69,9 @@ def stage_part(
                 loose.add(key)
     rows = {}
     for number, one in enumerate(assignments):
-        child = held.get(one.path)
-        if child is not None and isinstance(child, one.kind):
-            own = [one.name] if one.parameter else [f"{one.path}.{name}" for name in child._parameters]
+        here = one.among(held)
+        if here is not None:
+            own = [here.name] if one.parameter else [f"{here.path}.{name}" for name in held[here.path]._parameters]
             rows[number] = tuple(cut[name] for name in own if name in cut)
     star = BlockNames(held).star
     named = {one.path for one in assignments}

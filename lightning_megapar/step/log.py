@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_megapar.batches import refuse_unlike_batches, sampled
@@ -101,6 +102,8 @@ class LogRecorder:
             entry.metric = value
             cached = getattr(value, "_forward_cache", None)
             value = cached if isinstance(cached, Tensor) and cached.numel() == 1 else torch.tensor(float("nan"))
+        if isinstance(value, DTensor):  # of a parameter that FSDP2 shards; every data rank logs it
+            value = value.full_tensor()
         entry.values.append(value.detach().reshape(()) if isinstance(value, Tensor) else torch.tensor(float(value)))
         entry.weights.append(float(batch_size) if batch_size is not None else self._samples)
 

@@ -238,6 +238,34 @@ class StepStrategy(StateStrategy):
         else:
             clip_by_norm(parameters, gradient_norm(parameters, self.mesh), clip_val)
 
+    # -- collectives of the user's in a step -------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks.
+
+        Raises:
+            StepContractError: inside a pipelined step, whose stages are at different microbatches at any moment.
+        """
+        self._refuse_in_step("barrier")
+        super().barrier(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Rank ``src``'s object on every rank.
+
+        Raises:
+            StepContractError: inside a pipelined step, whose stages are at different microbatches at any moment.
+        """
+        self._refuse_in_step("broadcast")
+        return super().broadcast(obj, src)
+
+    def _refuse_in_step(self, what: str) -> None:
+        if self.layout.pipeline > 1 and self._stepper is not None and self._stepper.is_running:
+            raise StepContractError(
+                f"trainer.strategy.{what}() was called in a step of a pipeline, whose stages are at different "
+                "microbatches at any moment and would wait for each other for ever; call it in a hook such as "
+                "on_train_batch_end, or use pipeline_parallel_size=1"
+            )
+
     # -- data --------------------------------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:

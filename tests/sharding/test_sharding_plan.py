@@ -298,3 +298,10 @@ def test_options_are_numbers_where_they_must_be() -> None:
     with pytest.raises(ConfigError, match="unit='two', but 'unit' takes a positive integer"):
         Style.parse("colwise:unit=two")
     assert str(Style.parse(" packed_colwise: parts=3 , inner ")) == "packed_colwise:parts=3,inner"
+
+
+def test_a_wrong_style_in_a_file_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("layers.*.up: colwize\n")
+    with pytest.raises(ConfigError, match=r"in .*plan\.yaml: sharding_plan\['layers\.\*\.up'\]: .*'colwise'"):
+        ShardingPlan.read(path)

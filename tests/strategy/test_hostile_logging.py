@@ -197,6 +197,29 @@ def test_names_that_differ_between_data_ranks(pool: RankPool) -> None:
         pool.run(fit, 2, "dp2", PerRank, False, mode="trainer", timeout=60)
 
 
+class LogsANorm(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+        self.log("norm", self.head.weight.norm())
+
+
+def test_a_norm_of_sharded_weights_is_the_whole_one(pool: RankPool) -> None:
+    expected = fit(hostile.PLAIN, LogsANorm)
+    assert "norm" in expected["epochs"][0]
+    hostile.agree(pool.run(fit, 2, "dp2_zero1", LogsANorm, mode="trainer"), expected)
+
+
+class Waits(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trainer.strategy.barrier()
+        return self.loss(batch)
+
+
+def test_waiting_for_all_ranks_in_a_pipelined_step_is_refused(pool: RankPool) -> None:
+    with pytest.raises(RankError, match=r"strategy.barrier\(\) was called in a step of a pipeline"):
+        pool.run(fit, 2, "pp2", Waits, False, mode="trainer", timeout=60)
+
+
 def predict(layout: str) -> list[Any]:
     torch.manual_seed(0)
     trainer = hostile.trainer_for(layout)

@@ -227,6 +227,25 @@ class LayerDrop(Between):
         return self.head(hidden)
 
 
+class SharedPartBlock(nn.Module):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.shared = nn.Linear(16, 16), shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.shared(torch.tanh(self.linear(x)))
+        return out
+
+
+class SharedPart(Net):
+    """One module inside all blocks, on every stage under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+        self.blocks = nn.Sequential(*[SharedPartBlock(shared) for _ in range(4)])
+
+
 class CalledOutside(Net):
     def on_train_epoch_end(self) -> None:
         with torch.no_grad():
@@ -251,6 +270,11 @@ def test_like_plain_lightning(pool: RankPool, module: type[Net], layout: str) ->
 def test_values_in_a_shared_dict(pool: RankPool, layout: str) -> None:
     expected = hostile.fit(hostile.PLAIN, SharedKeys)
     hostile.agree(pool.run(hostile.fit, hostile.LAYOUTS[layout][0], layout, SharedKeys, mode="trainer"), expected)
+
+
+def test_one_module_in_the_blocks_of_several_stages_is_cut_on_each(pool: RankPool) -> None:
+    expected = hostile.fit(hostile.PLAIN, SharedPart)
+    hostile.agree(pool.run(hostile.fit, 4, "tp2_pp2", SharedPart, mode="trainer"), expected)
 
 
 def test_named_blocks_when_they_are_named(pool: RankPool) -> None:
