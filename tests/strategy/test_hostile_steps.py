@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -255,6 +256,40 @@ class UnlikeByHand(ClipsByHand):
 def test_unlike_losses_in_manual_optimization_are_refused(pool: RankPool) -> None:
     with pytest.raises(RankError, match="the 2 tensor ranks computed different losses"):
         pool.run(hostile.fit, 2, "tp2", UnlikeByHand, options={"sharding_plan": "off"}, mode="trainer", timeout=60)
+
+
+class WideBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+class Teacher(Net):
+    """A copy that follows by a moving average in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(self.inp, *[WideBlock() for _ in range(4)], self.head)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        del self.inp, self.blocks, self.head
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.student(batch[0])
+        return nn.functional.cross_entropy(out, batch[1]) + (out - self.teacher(batch[0])).square().mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for followed, follower in zip(self.student.parameters(), self.teacher.parameters()):
+                follower.lerp_(followed, 0.1)
+
+
+def test_a_teacher_is_cut_as_its_student(pool: RankPool) -> None:
+    expected = hostile.fit(hostile.PLAIN, Teacher)
+    hostile.agree(pool.run(hostile.fit, 2, "tp2", Teacher, mode="trainer"), expected)
 
 
 def test_batches_are_copied_whole_or_leaf_by_leaf() -> None:
