@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,16 @@ from lightning_megapar.step.random_streams import RandomStreams
 
 class StepContractError(RuntimeError):
     """The user's step returned something that a pipelined or data-parallel step cannot use."""
+
+
+class PartsWatch(Protocol):
+    """What a step does with pieces of sharded layers: a :class:`~lightning_megapar.sharding.watch.PartsWatch`."""
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Around the forwards of a step that is watched."""
+
+    def news(self) -> Mapping[str, str]:
+        """Functions that pieces met since the last call and not before, each with the layer whose piece it was."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,7 @@ class StepperBase:
         streams: seeds torch's generators for each microbatch; ``None`` leaves them alone.
         forward_context: makes the precision plugin's context around one forward.
         buffers: this rank's buffers by name, without those of layers that are cut.
+        parts: what the step does with pieces of sharded layers, ``None`` without tensor parallelism.
     """
 
     def __init__(
@@ -105,6 +116,7 @@ class StepperBase:
         streams: RandomStreams | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         buffers: Callable[[], Mapping[str, Tensor]] = dict,
+        parts: PartsWatch | None = None,
     ) -> None:
         self.mesh = mesh
         self.device = device
@@ -117,6 +129,7 @@ class StepperBase:
         self.streams = streams
         self.forward_context = forward_context
         self.buffers = buffers
+        self.parts = parts
         self._parameters = list(parameters)
         self._frozen = self._fixed_switches()
         self._running = False
@@ -270,6 +283,19 @@ class StepperBase:
             )
         if self.mesh.rank == 0:
             tell_unlike(report.unlike, self._told, step)
+
+    def _tell_news_of_parts(self) -> None:
+        """Warn of what the training step has begun to do inside sharded regions."""
+        news = self.parts.news() if self.parts is not None else {}
+        if news and self.mesh.coordinate("data") == self.mesh.coordinate("tensor") == 0:
+            shown = ", ".join(f"{name} (a piece of {path!r})" for name, path in sorted(news.items()))
+            warnings.warn(
+                f"training_step calls functions on pieces of sharded layers that it did not call before step "
+                f"{self.steps}: {shown}. The sharding plan is proven for the first step only; such functions see this "
+                "rank's features and not all. Prove the later step with recipes/verify.py, or keep these layers whole: "
+                "sharding_plan={'their.name': 'replicate', ...}, or 'off'",
+                stacklevel=2,
+            )
 
     def _fill_absent_logs(self, recorder: LogRecorder) -> None:
         if self.cut is None or not self.cut.is_last:

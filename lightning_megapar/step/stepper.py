@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -149,7 +150,8 @@ class Stepper(StepperBase):
                 self.streams.begin_backward(self.steps, microbatch)
 
         schedule = self._schedule(self.schedule_name, len(pieces))
-        with self._keep_generators():
+        watched = self.parts is not None and self.check_is_due
+        with self._keep_generators(), self.parts.looking() if self.parts and watched else nullcontext():
             self.runtime.run(
                 schedule,
                 forward,
@@ -158,6 +160,8 @@ class Stepper(StepperBase):
                 before_backward=before_backward,
                 postponed=self.deferral,
             )
+        if watched:
+            self._tell_news_of_parts()
         if len(set(by_tokens)) > 1:
             raise StepContractError("training_step returned num_valid_tokens for some microbatches only")
         self._fill_absent_logs(recorder)

@@ -21,6 +21,7 @@ from lightning_megapar.sharding.chooser.choose import PATIENCE
 from lightning_megapar.sharding.chooser.pricing import given_cluster
 from lightning_megapar.sharding.chooser.trial import Run
 from lightning_megapar.sharding.table import print_plan, stage_part
+from lightning_megapar.sharding.watch import PartsWatch
 from lightning_megapar.step.random_streams import share_generators
 from lightning_megapar.step.stage_metrics import connect_metrics
 from lightning_megapar.step.stepper import Stepper
@@ -279,6 +280,7 @@ class MegaParStrategy(StepStrategy):
             streams=self.prepared.streams,
             forward_context=self.precision_plugin.forward_context,
             buffers=lambda: whole_buffers(module),
+            parts=PartsWatch(module) if self.prepared.choice.assignments and self.layout.tensor > 1 else None,
         )
 
     def _print_stages(self) -> None:

@@ -18,13 +18,18 @@ PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
 class Block(nn.Module):
+    sparse = False
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
         self.hidden: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        self.hidden = torch.tanh(self.up(x))
+        self.hidden = nn.functional.dropout(torch.tanh(self.up(x)), 0.1, self.training)
+        if self.sparse:
+            least = self.hidden.topk(8).values[..., -1:]
+            self.hidden = torch.where(self.hidden >= least, self.hidden, 0.0)
         return x + self.down(self.hidden)
 
 
@@ -103,6 +108,15 @@ class FillsABuffer(Inside):
         return loss
 
 
+class SparseLater(Inside):
+    """Sums over the largest of its hidden units, from the third step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for block in self.blocks:  # type: ignore[union-attr]
+            block.sparse = self.global_step >= 2
+        return self.loss(batch)
+
+
 class LogsForRankZero(Inside):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -137,6 +151,20 @@ def test_logs_are_told_of_once(pool: RankPool, module: type[LightningModule], la
     [message] = messages
     assert re.search(r"self.log\('size'\) got \S+ and \S+ on tensor ranks", message)
     assert "from inside a sharded region" in message and "'replicate'" in message
+
+
+def news(layout: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hostile.fit(layout, SparseLater, options={"sharding_plan": PLAN})
+    return [str(w.message) for w in caught if "pieces of sharded layers" in str(w.message)]
+
+
+def test_a_step_that_begins_to_look_across_pieces_is_told_of(pool: RankPool) -> None:
+    """Asked in the first, second, fourth and eighth step."""
+    [message], other = pool.run(news, 2, "tp2", mode="trainer")
+    assert other == []
+    assert "before step 3" in message and "topk (a piece of 'blocks.0.up')" in message and "tanh" not in message
 
 
 @pytest.mark.parametrize("module", [Inside, LogsForRankZero], ids=lambda m: m.__name__)
