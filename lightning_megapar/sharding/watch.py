@@ -25,9 +25,9 @@ _RIGHT_ON_PIECES = frozenset(
     for names in (
         "add radd iadd sub rsub isub mul rmul imul div truediv rtruediv itruediv neg pow rpow abs sign lerp",
         "exp expm1 log log1p sqrt rsqrt reciprocal square sin cos tanh sigmoid erf clamp clip clamp_min clamp_max",
-        "relu relu6 gelu silu mish elu celu selu leaky_relu softplus softsign hardtanh hardsigmoid hardswish logsigmoid",
+        "relu relu6 gelu silu mish elu celu selu leaky_relu softplus softsign hardtanh hardsigmoid hardswish",
         "where masked_fill nan_to_num isnan isinf isfinite lt gt le ge eq ne and or invert",
-        "logical_and logical_or logical_not dropout alpha_dropout feature_dropout",
+        "logsigmoid logical_and logical_or logical_not dropout alpha_dropout feature_dropout",
         "clone detach copy contiguous to type type_as float double half bfloat16 cpu cuda zero fill",
         "view reshape view_as reshape_as flatten unflatten transpose t permute unsqueeze squeeze expand expand_as",
         "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full",
