@@ -12,6 +12,8 @@ from pool import RankError, RankPool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_megapar.config import ConfigError
+
 
 def linears(*after: nn.Module) -> nn.ModuleList:
     return nn.ModuleList([nn.Sequential(nn.Linear(16, 16), *after) if after else nn.Linear(16, 16) for _ in range(4)])
@@ -311,3 +313,22 @@ def test_dropout_around_the_blocks_is_the_same_on_all_stages(pool: RankPool, lay
 def test_refused(pool: RankPool, module: type[Net], message: str) -> None:
     with pytest.raises(RankError, match=message):
         pool.run(hostile.fit, 2, "pp2", module, mode="trainer", timeout=60)
+
+
+def refit(second: str) -> str:
+    """Fit once in halves, then with another schedule; what the second one says."""
+    module = Net().double()
+    hostile.trainer_for("pp2", max_epochs=1).fit(module, hostile.loader("pp2"))
+    again = hostile.trainer_for("pp2", max_epochs=1, options={"pipeline_schedule": second})
+    try:
+        again.fit(module, hostile.loader("pp2"))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_cut_module_is_fitted_again_only_with_the_same_chunks(pool: RankPool) -> None:
+    assert pool.run(refit, 2, "gpipe", mode="trainer") == ["", ""]
+    for schedule in ("zbv", "zb_h1"):
+        message, _ = pool.run(refit, 2, schedule, mode="trainer")
+        assert f"pipeline_schedule='{schedule}'" in message and "Build the module anew" in message
