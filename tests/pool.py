@@ -37,7 +37,6 @@ def free_port() -> int:
 
 def _serve(connection: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     os.environ["HYDRA_FULL_ERROR"] = "1"
     import datetime
 
@@ -88,11 +87,16 @@ def _serve(connection: Connection) -> None:
 
 
 class RankPool:
-    """Rank processes, one task each: gloo's threads outlive their groups and spin, so that old ranks grow slow."""
+    """Rank processes, one task each: gloo's threads outlive their groups and spin, so that old ranks grow slow.
 
-    def __init__(self) -> None:
-        # Read when torch is imported, which the server does once for all ranks.
-        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    Args:
+        compare_collectives: ranks compare kind and shapes before each collective, at the price of a third of their
+            time: two that do not fit are said at once instead of running out of time.
+    """
+
+    def __init__(self, compare_collectives: bool = False) -> None:
+        if compare_collectives:  # read when torch is imported, which the server does once for all ranks
+            os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
         # Forked from a process that has imported everything and computed nothing: a rank costs milliseconds.
         self._context = mp.get_context("forkserver")
         # What is not installed is left out.
