@@ -29,7 +29,7 @@ def rows_of(module: nn.Module, choice: PlanChoice) -> dict[str, PlanRow]:
 @pytest.mark.parametrize(
     ("style", "size", "says"),
     [
-        ("by width", 2, r"chooser: gathered \(cut inside it is not exact: RuntimeError"),
+        ("by width", 2, "chooser: gathered (cut inside: does not run in pieces (RuntimeError: "),
         ("plain", 3, "chooser: gathered (the 4 heads of Block are not divisible by 3 tensor ranks)"),
     ],
 )

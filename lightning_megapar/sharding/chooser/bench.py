@@ -127,7 +127,10 @@ class Bench:
         try:
             verdict = self.verdict(plan, batch)
         except Exception as error:  # somebody's forward may raise anything when a layout is wrong
-            return None, str(error) if isinstance(error, ConfigError) else in_one_line(error, 120)
+            told = (
+                str(error) if isinstance(error, ConfigError) else f"does not run in pieces ({in_one_line(error, 100)})"
+            )
+            return None, told
         if verdict.exact(self.tolerance):
             return verdict, ""
         return None, f"off by {verdict.worst:.1e} ({verdict.worst_name})"

@@ -183,7 +183,7 @@ def _first_exact(bench: Bench, plan: ShardingPlan, candidate: _Candidate, end: f
         trials += 1
         why, reason = f"chooser: {hypothesis.name}", ""
         if hypothesis.name == "gathered":
-            reason = candidate.hint or (f"cut inside it is not exact: {reasons[0]}" if reasons else "")
+            reason = candidate.hint or (f"cut inside: {reasons[0]}" if reasons else "")
             why += f" ({reason})" if reason else ""
         try:
             more = ShardingPlan.from_mapping(hypothesis.rules, why)
