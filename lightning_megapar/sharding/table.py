@@ -159,7 +159,10 @@ def print_plan(choice: PlanChoice, parts: Sequence[StagePart]) -> None:
     if len(parts) > 1:
         table.add_column("stage")
     table.add_column("parameters", justify="right")
-    for row in plan_rows(choice, parts):
+    rows = plan_rows(choice, parts)
+    in_pieces = 1.0 - sum(row.share for row in rows if row.style in ("whole", "replicate"))
+    table.caption = f"{in_pieces:.1%} of the parameters are in pieces"
+    for row in rows:
         stages = [_ranges(row.stages)] if len(parts) > 1 else []
         table.add_row(row.module, str(row.count or ""), row.style, row.why, *stages, f"{row.share:.1%}")
     console = Console()

@@ -305,7 +305,7 @@ class StepStrategy(StateStrategy):
             callback = trainer.checkpoint_callback
             directory = getattr(callback, "dirpath", None) or trainer.default_root_dir
             path = Path(directory) / f"preempted-step={trainer.global_step}.ckpt"
-            trainer.save_checkpoint(path)
+            trainer.save_checkpoint(path, weights_only=False)
             if self.is_global_zero:
                 print(f"stopped by a signal at step {trainer.global_step}; saved {path}", file=sys.stderr, flush=True)
         self._preemption.leave()
