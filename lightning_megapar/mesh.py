@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,6 +32,26 @@ def forget_cached_meshes() -> None:
         clear = getattr(getattr(propagator, name, None), "cache_clear", None)
         if clear is not None:
             clear()
+
+
+def _backends(group: Any) -> list[Any]:
+    """What a process group runs on, without the wrapper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
+    found = [group._get_backend(device) for device in group._device_types]
+    return [getattr(backend, "wrapped_pg", backend) for backend in found]
+
+
+def _default_timeout() -> timedelta | None:
+    """Of the default group; ``None`` for a backend that does not tell."""
+    found = [getattr(getattr(one, "options", None), "_timeout", None) for one in _backends(dist.group.WORLD)]
+    return next((one for one in found if one is not None), None)
+
+
+def new_group(ranks: Sequence[int]) -> Any:
+    """:func:`torch.distributed.new_group` with the timeout of the default group, for which torch takes half an hour.
+
+    Collective over all ranks.
+    """
+    return dist.new_group(list(ranks), timeout=_default_timeout())
 
 
 class ParallelMesh:
@@ -66,6 +87,10 @@ class ParallelMesh:
                 have = dist.get_world_size() if dist.is_initialized() else "no process group"
                 raise ValueError(f"layout {layout.describe()} needs {layout.world_size} ranks, have {have}")
             self.device_mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
+            timeout = _default_timeout()
+            for backend in (one for group in self.device_mesh.get_all_groups() for one in _backends(group)):
+                if timeout is not None and hasattr(backend, "_set_default_timeout"):
+                    backend._set_default_timeout(timeout)  # torch has no other way to say it for a mesh
         self._stage_groups: dict[str, dist.ProcessGroup] = {}
         if layout.pipeline > 1:
             self._make_pipeline_groups()
@@ -75,7 +100,7 @@ class ParallelMesh:
         # sums parameters that live on more than one stage; its members differ per model, so it spans all stages.
         for name in ("forward", "backward"):
             for line in self.lines("pipeline"):
-                group = dist.new_group(line)
+                group = new_group(line)
                 if self.rank in line:
                     self._stage_groups[name] = group
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megapar.mesh import ParallelMesh
+from lightning_megapar.mesh import ParallelMesh, new_group
 from lightning_megapar.pipeline.exchange import (
     BoundaryReceiver,
     BoundarySender,
@@ -166,7 +166,7 @@ class _Groups:
     def _new(self) -> dist.ProcessGroup:
         mine: Any = None
         for line in self._mesh.lines("pipeline"):
-            group = dist.new_group(line)
+            group = new_group(line)
             if self._mesh.rank in line:
                 mine = group
         return mine
