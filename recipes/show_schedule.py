@@ -131,18 +131,12 @@ def _schedules(settings: Settings) -> list[Schedule]:
 
 
 def _measured(settings: Settings) -> tuple[list[Panel], Schedule]:
-    from lightning_megapar.pipeline import simulate
-    from lightning_megapar.pipeline.measured import costs_of, schedule_of
-    from lightning_megapar.pipeline.picture import measured_panel, simulated_panel
-    from lightning_megapar.pipeline.trace import one_step, read_trace
+    from lightning_megapar.pipeline.picture import beside_simulated
+    from lightning_megapar.pipeline.trace import read_trace
 
-    events = one_step(read_trace(settings.trace or ""), settings.step)
-    schedule = schedule_of(events)
-    timeline = simulate(schedule, costs_of(events, schedule))
-    measured = measured_panel(events, f"measured, step {events[0].step}")
-    simulated = simulated_panel(timeline, "simulated with the medians of that step", seconds=True)
-    print(f"measured over simulated: {measured.end / timeline.makespan:.3f}")
-    return [measured, simulated], schedule
+    panels, schedule, ratio = beside_simulated(read_trace(settings.trace or ""), settings.step)
+    print(f"measured over simulated: {ratio:.3f}")
+    return panels, schedule
 
 
 def _settings(words: list[str]) -> Settings:

@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_megapar.callbacks.grad_norm import GradNorm
     from lightning_megapar.callbacks.metrics_csv import MetricsCSV
+    from lightning_megapar.callbacks.pipeline_trace import PipelineTrace
     from lightning_megapar.callbacks.run_line import RunLine
     from lightning_megapar.callbacks.sample_text import SampleText
 
-_HOMES = {"GradNorm": "grad_norm", "MetricsCSV": "metrics_csv", "RunLine": "run_line", "SampleText": "sample_text"}
+_HOMES = {
+    "GradNorm": "grad_norm",
+    "MetricsCSV": "metrics_csv",
+    "PipelineTrace": "pipeline_trace",
+    "RunLine": "run_line",
+    "SampleText": "sample_text",
+}
 
-__all__ = ["GradNorm", "MetricsCSV", "RunLine", "SampleText"]
+__all__ = ["GradNorm", "MetricsCSV", "PipelineTrace", "RunLine", "SampleText"]
 
 
 def __getattr__(name: str) -> Any:

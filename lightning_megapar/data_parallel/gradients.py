@@ -54,6 +54,11 @@ class GradientReducer:
             replicated = [p for p in self.parameters if not p.data_sharded]
             self._rounds.append(list(_buckets(replicated, data)))
 
+    @property
+    def has_sums(self) -> bool:
+        """Whether anything is summed over ranks here (what FSDP2 shards is not)."""
+        return any(self._rounds)
+
     def _shared_buckets(self, mesh: ParallelMesh) -> list[_Bucket]:
         """Buckets of parameters that live on more than one stage, one group per set of stages.
 

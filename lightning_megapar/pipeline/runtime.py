@@ -44,7 +44,10 @@ class Postponed(Protocol):
 
 @dataclass(frozen=True)
 class Span:
-    """When an action ran on this rank: seconds of :func:`time.perf_counter`, without the wait for what it needs."""
+    """When an action ran on this rank: seconds of :func:`time.perf_counter`, without the wait for what it needs.
+
+    On a GPU it is the time of the work, not of its launch: see :meth:`PipelineRuntime.now`.
+    """
 
     action: Action
     start: float
@@ -84,9 +87,19 @@ class PipelineRuntime:
         self.placement = mesh.placement
         self.spans: list[Span] | None = None
         """When it is a list, every action that has run is appended."""
+        self._device = device
         self._holders = {k: (r, c) for r, row in enumerate(self.placement) for c, k in enumerate(row)}
         self._ends = [_Ends() for _ in self.placement[self.rank]]
         self._connect(mesh, device)
+
+    def now(self) -> float:
+        """Seconds of :func:`time.perf_counter`; while spans are recorded, not before a GPU has done what it was given.
+
+        Only the stream of the computation is waited for: receives that were posted early wait on streams of their own.
+        """
+        if self.spans is not None and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return time.perf_counter()
 
     def _connect(self, mesh: ParallelMesh, device: torch.device) -> None:
         """Link by link in the order of the model, so that no two ranks wait for each other."""
@@ -207,7 +220,7 @@ class _Step:
                 self.before_last_backward()
             start = self._do(action)
             if self.runtime.spans is not None:
-                self.runtime.spans.append(Span(action, start, time.perf_counter()))
+                self.runtime.spans.append(Span(action, start, self.runtime.now()))
             for sender in senders:
                 sender.collect()
         for sender in senders:
@@ -233,7 +246,7 @@ class _Step:
         if action.kind == "forward":
             return self._forward(action)
         if action.kind == "backward_weight":
-            start = time.perf_counter()
+            start = self.runtime.now()
             assert self.postponed is not None
             self.postponed.compute((action.chunk, action.microbatch))
             return start
@@ -246,7 +259,7 @@ class _Step:
             received, leaves = self._waiting(action, partial(ends.boundary_in.take, microbatch))
         self.left[chunk] -= 1
         self._post(chunk)
-        start = time.perf_counter()
+        start = self.runtime.now()
         finished, value = self.forward(chunk, microbatch, received)
         training = self.schedule.is_training
         if training and leaves:
@@ -270,7 +283,7 @@ class _Step:
             gradients = self._waiting(action, partial(ends.gradient_in.take, microbatch, waiting))
         tensors = waiting.pop(microbatch, [])
         self._post(chunk)
-        start = time.perf_counter()
+        start = self.runtime.now()
         if self.before_backward is not None:
             self.before_backward(microbatch)
         if action.kind == "backward_input":

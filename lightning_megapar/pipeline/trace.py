@@ -85,12 +85,15 @@ class TraceEvent:
         return cls(**values)
 
 
-def to_chrome(events: Iterable[TraceEvent], title: str = "pipeline") -> dict[str, Any]:
+def to_chrome(
+    events: Iterable[TraceEvent], title: str = "pipeline", notes: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The object that ``chrome://tracing`` and Perfetto open.
 
     Args:
         events: start and end in seconds.
         title: shown as the name of the process.
+        notes: what else a reader should know (plain values); they stand under ``"otherData"``.
     """
     spans = sorted(events, key=lambda event: (event.step, event.rank, event.start))
     written: list[dict[str, Any]] = []
@@ -114,7 +117,8 @@ def to_chrome(events: Iterable[TraceEvent], title: str = "pipeline") -> dict[str
                 "args": event.to_json(),
             }
         )
-    return {"traceEvents": written, "displayTimeUnit": "ms"}
+    document = {"traceEvents": written, "displayTimeUnit": "ms"}
+    return document if notes is None else {**document, "otherData": dict(notes)}
 
 
 def from_chrome(document: Any) -> tuple[TraceEvent, ...]:
@@ -136,9 +140,14 @@ def from_chrome(document: Any) -> tuple[TraceEvent, ...]:
     return tuple(sorted(ours, key=lambda event: (event.step, event.rank, event.start)))
 
 
-def write_trace(path: str | Path, events: Iterable[TraceEvent], title: str = "pipeline") -> None:
-    """Write a file that ``chrome://tracing``, Perfetto and :func:`read_trace` open."""
-    Path(path).write_text(json.dumps(to_chrome(events, title)) + "\n", encoding="utf-8")
+def write_trace(
+    path: str | Path,
+    events: Iterable[TraceEvent],
+    title: str = "pipeline",
+    notes: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a file that ``chrome://tracing``, Perfetto and :func:`read_trace` open; arguments: :func:`to_chrome`."""
+    Path(path).write_text(json.dumps(to_chrome(events, title, notes)) + "\n", encoding="utf-8")
 
 
 def read_trace(path: str | Path) -> tuple[TraceEvent, ...]:

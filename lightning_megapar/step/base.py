@@ -139,6 +139,8 @@ class StepperBase:
         self.loss_dtype = torch.float64 if double else torch.float32
         self.runtime = PipelineRuntime(mesh, device)
         self.reducer = GradientReducer(parameters, mesh)
+        self.reductions: list[tuple[float, float]] | None = None
+        """When it is a list, start and end of every reduction of gradients are appended, as in ``runtime.spans``."""
         self.exchange = LogExchange(mesh, device)
         self.steps = 0
         self._token_unit: float | None = None
@@ -263,8 +265,17 @@ class StepperBase:
                 schedule = self._schedule("forward", 1)
                 self.runtime.run(schedule, forward)
 
+        spans, self.runtime.spans = self.runtime.spans, None  # what is rehearsed is not of the step
         rehearsal.run(once)
+        self.runtime.spans = spans
         self._repeated = f"{'training' if kind == 'train' else kind}_step"
+
+    def _reduce(self, factor: float, names: set[str]) -> None:
+        """Sum the gradients over the ranks, see :meth:`~lightning_megapar.data_parallel.gradients.GradientReducer`."""
+        start = self.runtime.now()
+        self.reducer.reduce(factor, names)
+        if self.reductions is not None and self.reducer.has_sums:
+            self.reductions.append((start, self.runtime.now()))
 
     def _recorder_of(self, chunk: int, recorder: LogRecorder) -> LogRecorder:
         """What a chunk's run of the step logs to: only the one that gets to the loss counts."""

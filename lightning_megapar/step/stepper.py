@@ -243,7 +243,7 @@ class Stepper(StepperBase):
         if self.check_is_due:
             self._check_agreement()
         self._windows += 1
-        self.reducer.reduce(final, window.trained)
+        self._reduce(final, window.trained)
         self._window = Window()
 
     def _refuse_different(self, loss: Tensor, dtype: torch.dtype) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_megapar.config import ConfigError
+from lightning_megapar.pipeline.measured import costs_of, schedule_of
 from lightning_megapar.pipeline.picture.drawing import Box, Drawing, Line, Words
-from lightning_megapar.pipeline.simulate import Timeline
-from lightning_megapar.pipeline.trace import TraceEvent, activation_steps
+from lightning_megapar.pipeline.schedules.data import Schedule
+from lightning_megapar.pipeline.simulate import Timeline, simulate
+from lightning_megapar.pipeline.trace import TraceEvent, activation_steps, one_step
 
 COLOURS: dict[str, str] = {
     "forward": "#0072b2",
@@ -90,10 +92,39 @@ def measured_panel(events: Sequence[TraceEvent], title: str = "measured") -> Pan
             held += change / chunks
             steps.append((time, held))
         memory.append(tuple(steps))
-    span = max(event.end for event in events)
+    span = makespan(events)
     peak = max((held for row in memory for _, held in row), default=0.0)
     subtitle = f"makespan {_seconds(span)}, idle {_idle_share(events, num_ranks):.1%}, peak {peak:.4g}"
     return Panel(title, subtitle, tuple(events), num_ranks, tuple(memory))
+
+
+def makespan(events: Sequence[TraceEvent]) -> float:
+    """When the last action of a step ends that starts at 0: what a simulation gives, which knows no optimizer."""
+    return max((event.end for event in events if event.is_work), default=0.0) or max(event.end for event in events)
+
+
+def beside_simulated(
+    events: Sequence[TraceEvent], step: int | None = None, name: str = "measured"
+) -> tuple[list[Panel], Schedule, float]:
+    """A measured step and what the simulator makes of its medians.
+
+    Args:
+        events: of a trace.
+        step: which of its steps; the last by default.
+        name: of the schedule.
+
+    Returns:
+        the two panels, the schedule that the step followed, and its measured makespan over the simulated one.
+
+    Raises:
+        ConfigError: when there is no such step, or not all of it.
+    """
+    chosen = one_step(events, step)
+    schedule = schedule_of(chosen, name)
+    timeline = simulate(schedule, costs_of(chosen, schedule))
+    measured = measured_panel(chosen, f"measured, step {chosen[0].step}")
+    simulated = simulated_panel(timeline, "simulated with the medians of that step", seconds=True)
+    return [measured, simulated], schedule, makespan(chosen) / timeline.makespan
 
 
 def draw(panels: Sequence[Panel], width: float = 900.0, seconds: bool = False, title: str = "") -> Drawing:
@@ -215,7 +246,7 @@ def _staircase(steps: Sequence[tuple[float, float]], end: float) -> list[tuple[f
 
 def _idle_share(events: Sequence[TraceEvent], num_ranks: int) -> float:
     """Of the picture's own span: what is grey (or a message) in it."""
-    span = max(event.end for event in events)
+    span = makespan(events)
     busy = math.fsum(event.duration for event in events if event.is_work)
     return 1 - busy / (num_ranks * span) if span else 0.0
 
