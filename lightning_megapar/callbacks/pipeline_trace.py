@@ -18,8 +18,6 @@ from lightning_megapar.pipeline.clocks import SAME, ClockOffset, clock_offsets
 from lightning_megapar.pipeline.picture import beside_simulated, draw
 from lightning_megapar.pipeline.picture.drawing import FORMATS
 from lightning_megapar.pipeline.trace import TraceEvent, write_trace
-from lightning_megapar.step.stepper import Stepper
-from lightning_megapar.strategy.step_strategy import StepStrategy
 
 DEFAULT_STEPS = (2, 3)
 
@@ -76,7 +74,7 @@ class PipelineTrace(Callback):
         self._chosen = frozenset(self.steps)
         self._said = False
         self._recorder: _Recorder | None = None
-        self._strategy: StepStrategy | None = None
+        self._strategy: Any = None
         self._folder = Path()
         self._first_step = 0
 
@@ -87,12 +85,13 @@ class PipelineTrace(Callback):
         if next(one for one in trainer.callbacks if isinstance(one, PipelineTrace)) is not self:  # type: ignore[attr-defined]
             raise ConfigError("a trainer takes one PipelineTrace; give it all steps, such as steps=[2, 3, 100]")
         strategy: Any = trainer.strategy
-        if isinstance(strategy, StepStrategy) and strategy.layout.pipeline > 1:
+        is_ours = hasattr(type(strategy), "stepper")
+        if is_ours and strategy.layout.pipeline > 1:
             self._strategy = strategy
             self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # broadcast by rank 0
         elif not self._said:
             self._said = True
-            what = "pipeline_parallel_size=1" if isinstance(strategy, StepStrategy) else type(strategy).__name__
+            what = "pipeline_parallel_size=1" if is_ours else type(strategy).__name__
             rank_zero_warn(
                 f"PipelineTrace: {what} runs no pipeline, so that there is nothing to trace and no {self.path.name} "
                 "will be written; use MegaParStrategy(pipeline_parallel_size=2) or more"
@@ -190,7 +189,7 @@ class _Recorder:
         stepper: the rank's.
     """
 
-    def __init__(self, stepper: Stepper) -> None:
+    def __init__(self, stepper: Any) -> None:
         self.stepper = stepper
         self.rank = stepper.mesh.coordinate("pipeline")
         self.step = -1
