@@ -9,20 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+from lightning_megapar.schedule_names import AUTO, SCHEDULES, OwnSchedule, chunks_of, splits_backward
 
 Degree = int | Literal["auto"]
-ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe_v"]
-SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
-SPLIT_BACKWARDS = ("zb_h1", "zb_h2", "zbv", "dualpipe_v")
-"""Schedules that compute weight gradients apart from the rest of the backward."""
-_CHUNKS: dict[str, tuple[int, int | None]] = {
-    "forward": (1, None),
-    "gpipe": (1, None),
-    "interleaved_1f1b": (2, None),
-    "zbv": (2, 2),
-    "dualpipe_v": (2, 2),
-}
 AXES: tuple[str, ...] = ("pipeline", "data", "context", "expert", "tensor")
 """Mesh axes from outermost to innermost: tensor-parallel ranks are neighbours (one node), stages are far apart."""
 
@@ -62,9 +53,22 @@ class ConfigError(ValueError):
     """A setting that cannot work, found before any rank starts."""
 
 
-def chunks_of(schedule: str) -> tuple[int, int | None]:
-    """Fewest and most chunks per stage that a schedule can have; ``None`` for as many as there are blocks."""
-    return _CHUNKS.get(schedule, (1, 1))
+def unknown_schedule(value: object, files: Iterable[str] = ()) -> ConfigError:
+    """The error for a ``pipeline_schedule`` that is neither a name nor a file, with the nearest of both.
+
+    Args:
+        value: what was given.
+        files: CSV files that could have been meant.
+    """
+    word = str(value).lower().removesuffix(".csv")
+    name = nearest_name(word, (*SCHEDULES, AUTO))
+    file = get_close_matches(str(value), list(files), n=1)
+    near = [repr(one) for one in (name, *file) if one]
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return ConfigError(
+        f"pipeline_schedule={str(value)!r} is not one of {', '.join((*SCHEDULES, AUTO))}, nor the path of a .csv file "
+        f"that exists{hint}"
+    )
 
 
 def nearest_name(name: str, valid: Iterable[str]) -> str | None:
@@ -148,8 +152,15 @@ class ParallelConfig:
             weight gradients of linear layers later, where a stage would be idle (``"zb_h2"`` keeps up to twice as many
             microbatches alive); with several chunks per stage ``"interleaved_1f1b"``, and ``"zbv"`` and
             ``"dualpipe_v"``, whose second chunks come back from the last stage to the first. Sources: see
-            :mod:`lightning_megapar.pipeline.schedules.build`.
-        pipeline_chunks: pieces of the stack on each stage; ``"auto"`` is the least that the schedule can have (1 or 2).
+            :mod:`lightning_megapar.pipeline.schedules.build`. ``"auto"`` takes the one that the simulator finds
+            fastest (:mod:`lightning_megapar.pipeline.auto`). A
+            :class:`~lightning_megapar.pipeline.schedules.data.Schedule` of your own fixes stages, chunks and
+            microbatches, and fills those that are ``"auto"``; the strategy also takes the path of its CSV file.
+        pipeline_memory_limit: for ``pipeline_schedule="auto"``, the most activations that a stage may keep alive, in
+            microbatches through its whole share of the blocks (a chunk counts as its part): one number, or one for
+            each stage. ``None`` takes what the first stage of ``"1f1b"`` keeps, the smaller of stages and microbatches.
+        pipeline_chunks: pieces of the stack on each stage; ``"auto"`` is the least that the schedule can have (1 or 2),
+            and under ``pipeline_schedule="auto"`` part of the choice.
         pipeline_blocks: dotted name of the ``ModuleList``/``Sequential`` to cut, e.g. ``"model.layers"``; ``None``
             takes the one with the most parameters.
         pipeline_stack: the same under its older name; afterwards equal to ``pipeline_blocks``.
@@ -174,7 +185,8 @@ class ParallelConfig:
     sequence_parallel: bool = False
     zero_stage: int = 0
     num_microbatches: Degree = "auto"
-    pipeline_schedule: str = "1f1b"
+    pipeline_schedule: str | OwnSchedule = "1f1b"
+    pipeline_memory_limit: float | list[float] | tuple[float, ...] | None = None
     pipeline_chunks: Degree = "auto"
     pipeline_blocks: str | None = None
     pipeline_stack: str | None = None
@@ -193,28 +205,16 @@ class ParallelConfig:
             raise ConfigError(f"sequence_parallel={self.sequence_parallel!r}: expected true or false")
         if self.zero_stage not in (0, 1) or isinstance(self.zero_stage, bool):
             raise ConfigError(f"zero_stage={self.zero_stage!r} is not available; valid values: 0, 1")
-        if self.pipeline_schedule not in SCHEDULES:
-            near = nearest_name(str(self.pipeline_schedule).lower(), SCHEDULES)
-            hint = f"; did you mean {near!r}?" if near else ""
-            raise ConfigError(
-                f"pipeline_schedule={self.pipeline_schedule!r} is not one of {', '.join(SCHEDULES)}{hint}"
-            )
-        least, most = chunks_of(self.pipeline_schedule)
-        if self.pipeline_chunks != "auto" and not least <= self.pipeline_chunks <= (most or self.pipeline_chunks):
-            valid = f"{least} or more" if most is None else str(least)
-            raise ConfigError(
-                f"pipeline_chunks={self.pipeline_chunks} is none that pipeline_schedule={self.pipeline_schedule!r} can "
-                f"have; valid values: {valid}, 'auto'"
-            )
+        self._check_schedule()
         if self.chunks > 1 and self.zero_stage > 0:
             raise ConfigError(
                 f"zero_stage={self.zero_stage} starts to reduce gradients with a stage's last backward, which is that "
-                f"of one of its {self.chunks} chunks (pipeline_schedule={self.pipeline_schedule!r}); use zero_stage=0, "
+                f"of one of its {self.chunks} chunks (pipeline_schedule={self.schedule_name!r}); use zero_stage=0, "
                 "or pipeline_schedule='1f1b'"
             )
-        if self.pipeline_schedule in SPLIT_BACKWARDS and self.zero_stage > 0:
+        if self.splits_backward and self.zero_stage > 0:
             raise ConfigError(
-                f"pipeline_schedule={self.pipeline_schedule!r} computes weight gradients after the backward with which "
+                f"pipeline_schedule={self.schedule_name!r} computes weight gradients after the backward with which "
                 f"zero_stage={self.zero_stage} starts to reduce them; use zero_stage=0, or pipeline_schedule='1f1b'"
             )
         if self.pipeline_blocks and self.pipeline_stack and self.pipeline_blocks != self.pipeline_stack:
@@ -236,10 +236,84 @@ class ParallelConfig:
                     f"pipeline_parallel_size={self.pipeline_parallel_size}{each}"
                 )
 
+    def _check_schedule(self) -> None:
+        own = self.pipeline_schedule
+        if isinstance(own, str):
+            if own not in (*SCHEDULES, AUTO):
+                raise unknown_schedule(own)
+        else:
+            self._check_own(own)
+        if self.pipeline_memory_limit is not None:
+            self._check_memory_limit()
+        least, most = chunks_of(own)
+        if self.pipeline_chunks != "auto" and not least <= self.pipeline_chunks <= (most or self.pipeline_chunks):
+            valid = f"{least} or more" if most is None else str(least)
+            raise ConfigError(
+                f"pipeline_chunks={self.pipeline_chunks} is none that pipeline_schedule={self.schedule_name!r} can "
+                f"have; valid values: {valid}, 'auto'"
+            )
+
+    def _check_own(self, own: OwnSchedule) -> None:
+        """What a schedule of the user's own fixes; settings that are ``"auto"`` are filled from it."""
+        if not all(hasattr(own, name) for name in ("num_stages", "num_chunks", "num_microbatches", "splits_backward")):
+            raise ConfigError(
+                f"pipeline_schedule={own!r}: expected one of {', '.join((*SCHEDULES, AUTO))}, the path of a .csv file, "
+                "or a Schedule"
+            )
+        if own.num_stages < 2 or not own.is_training:
+            what = "is for one stage; a pipeline has at least 2" if own.is_training else "has no backward"
+            raise ConfigError(f"pipeline_schedule={own.name!r} {what}")
+        for setting, what in (("pipeline_parallel_size", "stages"), ("num_microbatches", "microbatches")):
+            needed = own.num_stages if what == "stages" else own.num_microbatches
+            if getattr(self, setting) not in ("auto", needed):
+                raise ConfigError(
+                    f"{setting}={getattr(self, setting)}, but pipeline_schedule={own.name!r} is for {needed} {what}; "
+                    f"valid values: {needed}, 'auto'"
+                )
+            object.__setattr__(self, setting, needed)
+
+    def _check_memory_limit(self) -> None:
+        limit = self.pipeline_memory_limit
+        if self.pipeline_schedule != AUTO:
+            raise ConfigError(
+                f"pipeline_memory_limit={limit} is for the choice of a schedule, but pipeline_schedule="
+                f"{self.schedule_name!r} is given; use pipeline_schedule='auto', or pipeline_memory_limit=null"
+            )
+        numbers = tuple(limit) if isinstance(limit, list | tuple) else (limit,)
+        stages = self.pipeline_parallel_size
+        if any(isinstance(one, bool) or not isinstance(one, int | float) or not one > 0 for one in numbers) or (
+            isinstance(limit, list | tuple) and (not numbers or stages not in ("auto", len(numbers)))
+        ):
+            raise ConfigError(
+                f"pipeline_memory_limit={limit!r}: expected a positive number of microbatches, or one for each stage "
+                f"(pipeline_parallel_size={stages})"
+            )
+        if isinstance(limit, list):
+            object.__setattr__(self, "pipeline_memory_limit", numbers)
+
+    @property
+    def schedule_name(self) -> str:
+        """Name of the pipeline's schedule, for messages."""
+        return self.pipeline_schedule if isinstance(self.pipeline_schedule, str) else self.pipeline_schedule.name
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule computes weight gradients apart from the rest of the backward."""
+        return splits_backward(self.pipeline_schedule)
+
     @property
     def chunks(self) -> int:
-        """Chunks per stage."""
-        return chunks_of(self.pipeline_schedule)[0] if self.pipeline_chunks == "auto" else self.pipeline_chunks
+        """Chunks per stage; under ``pipeline_schedule="auto"`` the fewest that may be chosen."""
+        if self.pipeline_chunks != "auto":
+            return self.pipeline_chunks
+        if self.pipeline_schedule == AUTO and self.pipeline_split and self.pipeline_parallel_size != "auto":
+            return max(1, len(self.pipeline_split) // self.pipeline_parallel_size)
+        return chunks_of(self.pipeline_schedule)[0]
+
+    @property
+    def chunks_are_given(self) -> bool:
+        """Whether a choice of the schedule is bound to :attr:`chunks`."""
+        return self.pipeline_chunks != "auto" or self.pipeline_split is not None
 
     def resolve(self, world_size: int) -> tuple[Layout, str]:
         """Fill the ``"auto"`` degrees for ``world_size`` ranks.

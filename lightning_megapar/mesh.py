@@ -80,7 +80,7 @@ class ParallelMesh:
         self.layout = layout
         self.rank = rank
         self.place = layout.coordinates(rank)
-        self.placement = tuple(map(tuple, placement or [(stage,) for stage in range(layout.pipeline)]))
+        self.place_stages(placement or [(stage,) for stage in range(layout.pipeline)])
         self.device_mesh: DeviceMesh | None = None
         if layout.world_size > 1:
             if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
@@ -94,6 +94,13 @@ class ParallelMesh:
         self._stage_groups: dict[str, dist.ProcessGroup] = {}
         if layout.pipeline > 1:
             self._make_pipeline_groups()
+
+    def place_stages(self, placement: Sequence[Sequence[int]]) -> None:
+        """Say which virtual stages the ranks of each pipeline coordinate hold; no group depends on it.
+
+        For schedules that are chosen when the module is known, before anything is made from the mesh.
+        """
+        self.placement = tuple(map(tuple, placement))
 
     def _make_pipeline_groups(self) -> None:
         # One communicator per direction: a backward receive must never queue behind a forward send on NCCL. The third

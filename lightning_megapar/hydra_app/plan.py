@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_megapar.config import ConfigError, Layout, ParallelConfig, divisors, nearest
 from lightning_megapar.data.batch import BatchPlan
+from lightning_megapar.pipeline.schedules import given_schedule
 
 if TYPE_CHECKING:
     from lightning_megapar.models.gpt import GPTConfig
@@ -79,7 +80,10 @@ def plan_run(
         ConfigError: naming the setting, its value and the nearest valid ones.
     """
     names = {entry.name for entry in fields(ParallelConfig)}
-    config = ParallelConfig(**{name: value for name, value in parallel.items() if name in names})
+    known = {name: value for name, value in parallel.items() if name in names}
+    if "pipeline_schedule" in known:
+        known["pipeline_schedule"] = given_schedule(known["pipeline_schedule"])
+    config = ParallelConfig(**known)
     devices = choose_devices(
         parallel.get("devices", "auto"), accelerator, config, num_nodes, global_batch_size, accumulate
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_megapar.config import ParallelConfig, ScheduleName
-from lightning_megapar.hydra_app.signatures import Target
+from lightning_megapar.config import ParallelConfig
+from lightning_megapar.hydra_app.signatures import CsvFile, Target
+from lightning_megapar.schedule_names import ScheduleName
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,13 @@ class ParallelSettings(ParallelConfig):
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """The group ``schedule``."""
+    """The group ``schedule``.
 
-    name: ScheduleName
+    Args:
+        name: of a schedule, ``"auto"``, or the path of a file with one.
+    """
+
+    name: ScheduleName | Literal["auto"] | CsvFile
 
 
 @dataclass(frozen=True)

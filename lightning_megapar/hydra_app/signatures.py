@@ -21,6 +21,10 @@ class Target:
     """As an annotation in a schema: a node that is instantiated, so it must have a ``_target_``."""
 
 
+class CsvFile:
+    """As an annotation in a schema: the path of a file whose name ends in ``.csv``."""
+
+
 class TargetError(LookupError):
     """A ``_target_`` that names nothing importable; ``nearest`` is a dotted path that does exist, or ``None``."""
 
@@ -142,9 +146,12 @@ def mismatch(value: Any, annotation: Any) -> str | None:
     allowed: list[type] = []
     choices: list[Any] = []
     containers: list[Any] = []
+    endings: list[str] = []
     for kind in _members(annotation):
         if get_origin(kind) is Literal:
             choices.extend(get_args(kind))
+        elif kind is CsvFile:
+            endings.append(".csv")
         elif kind in (int, float, bool, str, types.NoneType):
             allowed.append(kind)
         elif isinstance(kind, type) and issubclass(kind, os.PathLike):
@@ -169,7 +176,7 @@ def mismatch(value: Any, annotation: Any) -> str | None:
     elif isinstance(value, float):
         fits = float in allowed
     else:
-        fits = isinstance(value, str) and str in allowed
+        fits = isinstance(value, str) and (str in allowed or value.lower().endswith(tuple(endings)))
     return None if fits else describe(annotation)
 
 
@@ -182,6 +189,8 @@ def describe(annotation: Any) -> str:
             shown.extend(repr(choice) for choice in get_args(kind))
         elif kind is Target:
             shown.append("a mapping with _target_")
+        elif kind is CsvFile:
+            shown.append("the path of a .csv file")
         elif _is_container(kind):
             shown.append("a mapping" if issubclass(get_origin(kind) or kind, Mapping) else "a list")
         elif isinstance(kind, type) and issubclass(kind, os.PathLike):

@@ -72,14 +72,22 @@ class Deferral:
         To be called before layers get a sharded forward. Layers with a forward of somebody's own compute as ever.
         """
         for child in module.modules():
-            kind: Any = type(child)
-            if kind.forward is nn.Linear.forward and is_plain_linear(child):
-                child.__class__ = _deferring(kind, transposed=False)
-            elif kind.__name__ == "Conv1D" and is_conv1d(child):
-                child.__class__ = _deferring(kind, transposed=True)
-            elif not hasattr(kind, "deferral"):
+            if not can_defer(child):
                 continue
+            kind: Any = type(child)
+            if not hasattr(kind, "deferral"):
+                child.__class__ = _deferring(kind, transposed=kind.forward is not nn.Linear.forward)
             vars(child)["deferral"] = self
+
+
+def can_defer(layer: nn.Module) -> bool:
+    """Whether a layer's weight gradients can wait: a linear layer of torch's, transformers' or this package's."""
+    kind: Any = type(layer)
+    if hasattr(kind, "deferral"):
+        return True
+    if kind.forward is nn.Linear.forward:
+        return is_plain_linear(layer)
+    return kind.__name__ == "Conv1D" and is_conv1d(layer)
 
 
 def put_off(deferral: Deferral | None, parameter: Any, gradient: Callable[[], Tensor]) -> Tensor | None:

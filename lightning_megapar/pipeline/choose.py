@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.pipeline.schedules import build_schedule
+from lightning_megapar.pipeline.schedules import Schedule, build_schedule
 from lightning_megapar.pipeline.simulate import StageCosts, Timeline, simulate
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ CANDIDATES: tuple[tuple[str, int], ...] = (
     ("dualpipe_v", 2),
 )
 """Schedules and chunks per rank that :func:`choose_schedule` tries, simplest first."""
+
+_SLACK = 1e-9  # sums of the same numbers in another order count as equal
+_AS_PRINTED = 1e-5  # what a message says is needed, with six digits, is enough
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Choice:
 def choose_schedule(
     num_stages: int,
     num_microbatches: int,
-    costs: StageCosts | None = None,
+    costs: StageCosts | Callable[[Schedule], StageCosts] | None = None,
     memory_limit: float | Sequence[float] | None = None,
     candidates: Sequence[str | tuple[str, int]] = CANDIDATES,
 ) -> Choice:
@@ -107,6 +110,8 @@ def choose_schedule(
         num_microbatches: microbatches per step.
         costs: of a rank's whole share (numbers, or one per rank), so that all candidates do the same work; the numbers
             of a rank's chunks fit only candidates with as many chunks, and the others are left out with that reason.
+            A function gives each candidate's; the :class:`~lightning_megapar.config.ConfigError` that it raises is the
+            reason why one is left out.
         memory_limit: the most that the activations of a rank may take, in the unit of ``costs.activation`` (by default
             microbatches through a rank's whole share); one number, or one per rank.
         candidates: names, or names with chunks per rank.
@@ -114,50 +119,60 @@ def choose_schedule(
     Raises:
         ConfigError: on an unknown name, and when nothing fits; the smallest need is named.
     """
-    costs = costs or StageCosts()
-    limit = _per_rank(memory_limit, num_stages)
+    given = costs or StageCosts()
+    limit = per_rank(memory_limit, num_stages)
     tried: list[tuple[str, int, Timeline | None, str]] = []
     for entry in candidates:
         name, chunks = (entry, None) if isinstance(entry, str) else entry
         try:
             schedule = build_schedule(name, num_stages, num_microbatches, chunks)
-            timeline = simulate(schedule, costs)
+            timeline = simulate(schedule, given if isinstance(given, StageCosts) else given(schedule))
         except ConfigError as error:
             if "is not one of" in str(error) or "auto" in name:
                 raise
             tried.append((name, chunks or 1, None, f"cannot: {error}"))
             continue
-        tried.append((name, schedule.num_chunks, timeline, _too_much(timeline, limit)))
+        tried.append((name, schedule.num_chunks, timeline, too_much(timeline, limit)))
     fitting = [one for _, _, one, reason in tried if one is not None and not reason]
     if not fitting:
         needs = [(max(t.peak_memory), name) for name, _, t, _ in tried if t is not None]
         least = f"; the smallest need is {min(needs)[0]:.6g} ({min(needs)[1]})" if needs else ""
         reasons = "; ".join(f"{name}: {reason}" for name, _, _, reason in tried)
         raise ConfigError(f"memory_limit={memory_limit}: no schedule fits{least}. {reasons}")
-    best = min(fitting, key=lambda timeline: (timeline.makespan, max(timeline.peak_memory)))
+    fastest = min(timeline.makespan for timeline in fitting) * (1 + _SLACK)
+    best = min(
+        (timeline for timeline in fitting if timeline.makespan <= fastest),
+        key=lambda timeline: round(max(timeline.peak_memory), 9),
+    )
     rows = []
     for name, chunks, one, reason in tried:
         if one is best:
             reason = "taken"
         elif one is not None and not reason:
             slower = one.makespan / best.makespan - 1
-            reason = f"{slower:.1%} slower" if slower > 1e-9 else "as fast, not with less memory"
+            reason = f"{slower:.1%} slower" if slower > _SLACK else "as fast, not with less memory"
         rows.append(Candidate(name, chunks, one, reason))
     return Choice(best, tuple(rows), limit)
 
 
-def _too_much(timeline: Timeline, limit: tuple[float, ...] | None) -> str:
+def too_much(timeline: Timeline, limit: tuple[float, ...] | None) -> str:
     """Which rank needs more than it may, or nothing."""
     if limit is None:
         return ""
-    over = [(need - most, rank) for rank, (need, most) in enumerate(zip(timeline.peak_memory, limit)) if need > most]
+    needs = enumerate(zip(timeline.peak_memory, limit))
+    over = [(need - most, rank) for rank, (need, most) in needs if need > most * (1 + _AS_PRINTED)]
     if not over:
         return ""
     rank = max(over)[1]
     return f"needs {timeline.peak_memory[rank]:.6g} on rank {rank}, limit {limit[rank]:.6g}"
 
 
-def _per_rank(value: float | Sequence[float] | None, num_stages: int) -> tuple[float, ...] | None:
+def per_rank(value: float | Sequence[float] | None, num_stages: int) -> tuple[float, ...] | None:
+    """A limit as one number for each rank.
+
+    Raises:
+        ConfigError: unless every number is positive, and there are as many as ranks.
+    """
     if value is None:
         return None
     numbers = tuple(value) if isinstance(value, Sequence) else (value,) * num_stages

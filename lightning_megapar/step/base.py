@@ -93,7 +93,8 @@ class StepperBase:
         cut: this rank's share of the module, ``None`` without a pipeline.
         zero: FSDP2 units, ``None`` for zero_stage 0.
         deferral: where weight gradients wait under a schedule that splits the backward.
-        schedule: schedule name.
+        schedule: name of the schedule, or the schedule of a whole batch; a ragged last batch, which has fewer
+            microbatches, is then run in the same order without those that it lacks.
         num_microbatches: microbatches per batch (fewer for a ragged last batch).
         streams: seeds torch's generators for each microbatch; ``None`` leaves them alone.
         forward_context: makes the precision plugin's context around one forward.
@@ -111,7 +112,7 @@ class StepperBase:
         cut: RankCut | None = None,
         zero: ZeroUnits | None = None,
         deferral: Deferral | None = None,
-        schedule: str = "1f1b",
+        schedule: str | Schedule = "1f1b",
         num_microbatches: int = 1,
         streams: RandomStreams | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -124,7 +125,7 @@ class StepperBase:
         self.cut = cut
         self.zero = zero
         self.deferral = deferral
-        self.schedule_name = schedule
+        self.schedule = schedule
         self.num_microbatches = num_microbatches
         self.streams = streams
         self.forward_context = forward_context
@@ -197,14 +198,17 @@ class StepperBase:
 
     # -- pieces shared by training and evaluation --------------------------------------------------------------------
 
-    def _schedule(self, name: str, microbatches: int) -> Schedule:
-        key = (name, microbatches)
+    def _schedule(self, schedule: str | Schedule, microbatches: int) -> Schedule:
+        key = (schedule if isinstance(schedule, str) else "own", microbatches)
         if key not in self._schedules:
             placement = self.mesh.placement
-            if name == "forward":
+            if isinstance(schedule, Schedule):
+                whole = microbatches == schedule.num_microbatches
+                self._schedules[key] = schedule if whole else schedule.restricted(microbatches)
+            elif schedule == "forward":
                 self._schedules[key] = forward_schedule(placement, microbatches)
             else:
-                self._schedules[key] = build_schedule(name, len(placement), microbatches, len(placement[0]))
+                self._schedules[key] = build_schedule(schedule, len(placement), microbatches, len(placement[0]))
         return self._schedules[key]
 
     def _call(self, step: Callable[[], Any], microbatch: int, received: Any, chunk: int = 0) -> tuple[bool, Any]:

@@ -117,7 +117,7 @@ class Stepper(StepperBase):
         losses: list[Tensor] = []
         weights: list[Tensor] = []
         by_tokens: list[bool] = []
-        outputs: list[Any] = []
+        by_microbatch: dict[int, Any] = {}
 
         def forward(chunk: int, microbatch: int, received: Any) -> tuple[bool, Any]:
             piece, count = pieces[microbatch]
@@ -130,7 +130,7 @@ class Stepper(StepperBase):
                 losses.append(loss.detach())
                 weights.append(self._weight(count, tokens))
                 by_tokens.append(tokens is not None)
-                outputs.append(detach(value))
+                by_microbatch[microbatch] = detach(value)
                 return True, (loss, weights[-1])
             return False, value
 
@@ -149,7 +149,7 @@ class Stepper(StepperBase):
             if self.streams is not None:
                 self.streams.begin_backward(self.steps, microbatch)
 
-        schedule = self._schedule(self.schedule_name, len(pieces))
+        schedule = self._schedule(self.schedule, len(pieces))
         watched = self.parts is not None and self.check_is_due
         with self._keep_generators(), self.parts.looking() if self.parts and watched else nullcontext():
             self.runtime.run(
@@ -162,6 +162,7 @@ class Stepper(StepperBase):
             )
         if watched:
             self._tell_news_of_parts()
+        outputs = [by_microbatch[index] for index in sorted(by_microbatch)]  # a schedule may have another order
         if len(set(by_tokens)) > 1:
             raise StepContractError("training_step returned num_valid_tokens for some microbatches only")
         self._fill_absent_logs(recorder)

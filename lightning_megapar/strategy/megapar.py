@@ -15,6 +15,7 @@ from lightning_megapar.checkpoint.hugging_face.reading import LoadFrom, check_lo
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.data_parallel.agreement import whole_buffers
 from lightning_megapar.launch import returns_to_caller
+from lightning_megapar.pipeline.schedules import given_schedule
 from lightning_megapar.sharding.choice import check_written_plan, given_plan
 from lightning_megapar.sharding.chooser.alone import runs_of_step
 from lightning_megapar.sharding.chooser.choose import PATIENCE
@@ -36,6 +37,7 @@ from lightning_megapar.strategy.limits import (
     refuse_optimizers,
 )
 from lightning_megapar.strategy.prepare import prepare_module
+from lightning_megapar.strategy.schedule_choice import keep_schedule, take_schedule
 from lightning_megapar.strategy.step_strategy import StepStrategy
 from lightning_megapar.strategy.whole_module import WholeModule
 from lightning_megapar.trees import register_strategy
@@ -49,9 +51,11 @@ class MegaParStrategy(StepStrategy):
 
     Args:
         tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size,
-        data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_chunks,
-        pipeline_blocks, pipeline_stack, pipeline_split, sharding_plan, cluster: see
-            :class:`~lightning_megapar.config.ParallelConfig`. Every size may be ``"auto"``.
+        data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_memory_limit,
+        pipeline_chunks, pipeline_blocks, pipeline_stack, pipeline_split, sharding_plan, cluster: see
+            :class:`~lightning_megapar.config.ParallelConfig`. Every size may be ``"auto"``; ``pipeline_schedule`` is
+            a name, ``"auto"``, a :class:`~lightning_megapar.pipeline.schedules.data.Schedule`, or the path of a CSV
+            file with one (:mod:`lightning_megapar.pipeline.schedules.files`).
         pipeline_keep: module name -> ``"first"``, ``"last"`` or ``"all"``: where a module beside the pipelined stack
             is needed, when neither a trial run of the first batch nor its place in the registration order says so.
         seed: of name-seeded initialisation and of data order; ``None`` takes ``seed_everything``'s, else 0.
@@ -79,7 +83,8 @@ class MegaParStrategy(StepStrategy):
         sequence_parallel: bool = False,
         zero_stage: int = 0,
         num_microbatches: Any = "auto",
-        pipeline_schedule: str = "1f1b",
+        pipeline_schedule: Any = "1f1b",
+        pipeline_memory_limit: Any = None,
         pipeline_chunks: Any = "auto",
         pipeline_blocks: str | None = None,
         pipeline_stack: str | None = None,
@@ -105,7 +110,8 @@ class MegaParStrategy(StepStrategy):
             sequence_parallel=sequence_parallel,
             zero_stage=zero_stage,
             num_microbatches=num_microbatches,
-            pipeline_schedule=pipeline_schedule,
+            pipeline_schedule=given_schedule(pipeline_schedule),
+            pipeline_memory_limit=pipeline_memory_limit,
             pipeline_chunks=pipeline_chunks,
             pipeline_blocks=pipeline_blocks,
             pipeline_stack=pipeline_stack,
@@ -195,10 +201,23 @@ class MegaParStrategy(StepStrategy):
             self._originals = OriginalParameters(module)
             self._whole = WholeModule(module) if returns_to_caller() and self.is_global_zero else None
             first = FirstBatch(trainer)
+            trial = trial_of(trainer, first, self.num_microbatches) if self.layout.pipeline > 1 else None
+            dtype = _product_dtype(str(getattr(self.precision_plugin, "precision", "32-true")))
+            self._settle(
+                take_schedule(
+                    module,
+                    self.mesh,
+                    self.config,
+                    keep=self.pipeline_keep,
+                    trial=trial,
+                    convert=self.precision_plugin.convert_module,
+                    dtype=dtype,
+                )
+            )
             self._prepared = prepare_module(
                 module,
                 self.mesh,
-                self.config,
+                self.settled,
                 device=self.root_device,
                 seed=self.seed,
                 keep=self.pipeline_keep,
@@ -206,10 +225,10 @@ class MegaParStrategy(StepStrategy):
                 runs=lambda whole: self._trial_runs(trainer, first),
                 load_from=self.load_from,
                 load_except=self.load_except,
-                trial=trial_of(trainer, first, self.num_microbatches) if self.layout.pipeline > 1 else None,
+                trial=trial,
                 # The other ranks wait for the choice in a collective.
                 patience=min(PATIENCE, self._timeout.total_seconds() / 3),
-                dtype=_product_dtype(str(getattr(self.precision_plugin, "precision", "32-true"))),
+                dtype=dtype,
             )
             object.__setattr__(module, "_megapar_prepared", self._prepared)
             self._print_stages()
@@ -219,13 +238,14 @@ class MegaParStrategy(StepStrategy):
                 f"the module was already cut for {earlier.layout.describe()}; this trainer asks for "
                 f"{self.layout.describe()}. Build the module anew and load its checkpoint"
             )
-        elif not earlier.serves(self.schedule, self.mesh):
-            raise ConfigError(
-                f"the module was already cut for another pipeline schedule, with other chunks or whole backwards; "
-                f"this trainer asks for pipeline_schedule={self.schedule!r}. Build the module anew and load its "
-                "checkpoint"
-            )
         else:
+            self._settle(keep_schedule(self.config, earlier))
+            if not earlier.serves(self.order, self.mesh):
+                raise ConfigError(
+                    f"the module was already cut for another pipeline schedule, with other chunks or whole backwards; "
+                    f"this trainer asks for pipeline_schedule={self.schedule!r}. Build the module anew "
+                    "and load its checkpoint"
+                )
             self._prepared = earlier
         self._metrics = connect_metrics(module, self.mesh, lambda: self.stepper.is_running)
         if earlier is None and self._whole is not None:
@@ -275,7 +295,7 @@ class MegaParStrategy(StepStrategy):
             cut=self.prepared.cut,
             zero=self.prepared.zero,
             deferral=self.prepared.deferral,
-            schedule=self.schedule,
+            schedule=self.order,
             num_microbatches=self.num_microbatches,
             streams=self.prepared.streams,
             forward_context=self.precision_plugin.forward_context,

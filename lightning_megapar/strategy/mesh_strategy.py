@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,9 @@ from lightning_megapar.launch import (
     resolve_environment,
 )
 from lightning_megapar.mesh import ParallelMesh
-from lightning_megapar.pipeline.schedules import placement_of
+from lightning_megapar.pipeline.auto import refuse_memory_limit
+from lightning_megapar.pipeline.schedules import Schedule, placement_of
+from lightning_megapar.schedule_names import AUTO
 
 
 class MeshStrategy(ParallelStrategy):
@@ -45,6 +47,7 @@ class MeshStrategy(ParallelStrategy):
             raise ConfigError(f"timeout_seconds={timeout_seconds!r}: expected a positive number of seconds")
         super().__init__()
         self.config = config
+        self._settled: ParallelConfig | None = None
         self.num_nodes = 1
         self._timeout = timedelta(seconds=timeout_seconds)
         self._backend = process_group_backend
@@ -66,9 +69,34 @@ class MeshStrategy(ParallelStrategy):
         return self._layout
 
     @property
+    def settled(self) -> ParallelConfig:
+        """The options, with the schedule that was taken in place of ``"auto"`` (from ``setup`` on)."""
+        return self._settled or self.config
+
+    @property
     def schedule(self) -> str:
         """Name of the pipeline's schedule; without a pipeline one for microbatches in turn."""
-        return self.config.pipeline_schedule if self.layout.pipeline > 1 else "1f1b"
+        return self.settled.schedule_name if self.layout.pipeline > 1 else "1f1b"
+
+    @property
+    def order(self) -> str | Schedule:
+        """The same, or the schedule itself where it is one of the user's own."""
+        return cast("str | Schedule", self.settled.pipeline_schedule) if self.layout.pipeline > 1 else self.schedule
+
+    def _settle(self, config: ParallelConfig) -> None:
+        """Go on with options whose schedule is known; the mesh learns who holds which of its stages."""
+        before, self._settled = self._settled, config
+        if self.layout.pipeline > 1 and self.config.pipeline_schedule == AUTO:
+            self.mesh.place_stages(placement_of(self.order, self.layout.pipeline, config.chunks))
+            if before != config:
+                self._tell_layout()
+
+    def _tell_layout(self) -> None:
+        line = f"layout: {self.layout.describe()} ({self._layout_reason})"
+        if self.layout.pipeline > 1:
+            line += f"; pipeline schedule {self.settled.schedule_name}"
+            line += f", {self.settled.chunks} chunks on each stage" if self.settled.chunks > 1 else ""
+        rank_zero_info(line)
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -111,7 +139,9 @@ class MeshStrategy(ParallelStrategy):
         self.cluster_environment = resolve_environment(self.cluster_environment)
         check_world(self.cluster_environment, self.num_processes, self.num_nodes)
         self._layout = None
-        _ = self.layout  # refuse impossible sizes now, before any process exists
+        layout = self.layout  # refuse impossible sizes now, before any process exists
+        if layout.pipeline > 1 and self.config.pipeline_schedule == AUTO:
+            refuse_memory_limit(self.config, layout)
         self._launcher = make_launcher(self)
 
     def set_world_ranks(self) -> None:
@@ -135,9 +165,12 @@ class MeshStrategy(ParallelStrategy):
         world = dist.group.WORLD if dist.is_initialized() else None
         if self._mesh is None or self._mesh.layout != self.layout or self._world is not world:
             self._world = world
-            placement = placement_of(self.schedule, self.layout.pipeline, self.config.chunks)
+            placement = None  # of a schedule that is chosen when the module is there
+            if self.order != AUTO:
+                placement = placement_of(self.order, self.layout.pipeline, self.settled.chunks)
             self._mesh = ParallelMesh(self.layout, self.global_rank, self.root_device.type, placement)
-            rank_zero_info(f"layout: {self.layout.describe()} ({self._layout_reason})")
+            if placement is not None:
+                self._tell_layout()
             if self.layout.world_size > 1:
                 print_rank_table(self.layout, self.num_processes)
         if self._failures is None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_megapar.checkpoint.hugging_face.reading import fill_module, plan_reading
-from lightning_megapar.config import SPLIT_BACKWARDS, ConfigError, Layout, ParallelConfig
+from lightning_megapar.config import ConfigError, Layout, ParallelConfig
 from lightning_megapar.data_parallel.parameters import (
     LogicalParameter,
     ModuleNames,
@@ -28,11 +28,13 @@ from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.layers.collectives import TensorRanks
 from lightning_megapar.layers.deferral import Deferral
 from lightning_megapar.mesh import ParallelMesh
+from lightning_megapar.pipeline.auto import choose_for, settled
 from lightning_megapar.pipeline.chunks import RankCut
 from lightning_megapar.pipeline.cut import StagePlan, plan_stages
-from lightning_megapar.pipeline.schedules import placement_of
+from lightning_megapar.pipeline.schedules import Schedule, placement_of
 from lightning_megapar.pipeline.stages import blocks_of, largest_stacks, outside_of
 from lightning_megapar.pipeline.survey import Survey, survey_module
+from lightning_megapar.schedule_names import AUTO, splits_backward
 from lightning_megapar.sharding.apply import shard_module
 from lightning_megapar.sharding.blueprint import Blueprint, record_blueprints
 from lightning_megapar.sharding.by_plan import apply_assignments
@@ -60,6 +62,7 @@ class PreparedModule:
         stages: canonical parameter name -> stages that hold it.
         choice: how layers that are not ours are sharded over the tensor ranks.
         blueprints: the module's transformers models, whole and without memory.
+        config: the options that it was prepared with, a schedule in place of ``"auto"``.
     """
 
     layout: Layout
@@ -73,12 +76,13 @@ class PreparedModule:
     choice: PlanChoice = field(default_factory=PlanChoice)
     blueprints: tuple[Blueprint, ...] = ()
     deferral: Deferral | None = None
+    config: ParallelConfig = field(default_factory=ParallelConfig)
 
-    def serves(self, schedule: str, mesh: ParallelMesh) -> bool:
+    def serves(self, schedule: str | Schedule, mesh: ParallelMesh) -> bool:
         """Whether a pipeline schedule can be run on it: the same chunks, and weight gradients that wait if need be."""
         if self.plan is None:
             return True
-        return self.plan.placement == mesh.placement and (schedule not in SPLIT_BACKWARDS or self.deferral is not None)
+        return self.plan.placement == mesh.placement and (not splits_backward(schedule) or self.deferral is not None)
 
 
 def prepare_module(
@@ -101,7 +105,7 @@ def prepare_module(
 
     Args:
         module: real values or the meta device, or a mixture.
-        mesh, config: the ranks and the options.
+        mesh, config: the ranks and the options; no schedule is ``"auto"`` any more.
         device: where this rank computes.
         seed: of the initialisation of meta parameters that have no seed of their own.
         keep: the pipeline cut's placements where registration order guesses wrong.
@@ -151,7 +155,7 @@ def prepare_module(
     if plan is not None:
         cut = RankCut(module, plan, mesh.placement[mesh.coordinate("pipeline")], device)
     deferral = None
-    if cut is not None and config.pipeline_schedule in SPLIT_BACKWARDS:
+    if cut is not None and config.splits_backward:
         deferral = Deferral()
         deferral.connect(module)
     tensor = mesh.submesh("tensor")
@@ -185,7 +189,7 @@ def prepare_module(
     stages = _stages_of(module, names, mesh)
     parameters = collect_parameters(module, names, stages, partial_parameter_names(module, names), sharded)
     return PreparedModule(
-        mesh.layout, names, parameters, plan, cut, zero, streams, stages, choice, blueprints, deferral
+        mesh.layout, names, parameters, plan, cut, zero, streams, stages, choice, blueprints, deferral, config
     )
 
 
@@ -229,7 +233,10 @@ def check_module(
     plan_reading(module, names, record_blueprints(module), load_from or {}, load_except)
     check_written_plan(module, config.sharding_plan, layout.tensor)
     if layout.pipeline > 1:
-        placement = placement_of(config.pipeline_schedule, layout.pipeline, config.chunks)
+        if config.pipeline_schedule == AUTO:
+            choice = choose_for(module, config, layout, keep=keep)
+            config = settled(config, choice.name, choice.num_chunks)
+        placement = placement_of(cast("str | Schedule", config.pipeline_schedule), layout.pipeline, config.chunks)
         plan_stages(module, placement, stack=config.pipeline_blocks, split=config.pipeline_split, keep=keep)
 
 

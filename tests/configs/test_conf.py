@@ -70,6 +70,7 @@ def test_the_issue_s_groups_and_options_exist() -> None:
     assert GROUPS["data"] == ["stdlib", "text"] and GROUPS["precision"] == ["bf16", "fp32"]
     assert GROUPS["schedule"] == [
         "1f1b",
+        "auto",
         "dualpipe_v",
         "gpipe",
         "interleaved_1f1b",

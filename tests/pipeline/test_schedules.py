@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megapar import config
+from lightning_megapar import schedule_names
 from lightning_megapar.config import ConfigError
 from lightning_megapar.pipeline.schedules import (
     SCHEDULE_NAMES,
@@ -280,8 +280,8 @@ def test_a_file_that_is_not_there(tmp_path) -> None:
 
 def test_the_settings_know_the_chunks_of_every_schedule() -> None:
     """One table is at the bottom of the house, where settings are validated; this is the other one."""
-    for name in config.SCHEDULES:
-        least, most = config.chunks_of(name)
+    for name in schedule_names.SCHEDULES:
+        least, most = schedule_names.chunks_of(name)
         assert build_schedule(name, 2, 4).num_chunks == least
         for chunks in range(1, 5):
             if least <= chunks <= (most or chunks):
@@ -289,5 +289,4 @@ def test_the_settings_know_the_chunks_of_every_schedule() -> None:
             else:
                 with pytest.raises(ConfigError):
                     build_schedule(name, 2, 4, chunks)
-        split = any(a.kind == "backward_weight" for row in build_schedule(name, 2, 4).ranks for a in row)
-        assert split == (name in config.SPLIT_BACKWARDS)
+        assert build_schedule(name, 2, 4).splits_backward == (name in schedule_names.SPLIT_BACKWARDS)

@@ -9,7 +9,7 @@ from lightning_megapar.pipeline.schedules.data import (
     loop_placement,
     v_placement,
 )
-from lightning_megapar.pipeline.schedules.files import from_csv, load_schedule, save_schedule, to_csv
+from lightning_megapar.pipeline.schedules.files import from_csv, given_schedule, load_schedule, save_schedule, to_csv
 
 __all__ = [
     "KINDS",
@@ -20,6 +20,7 @@ __all__ = [
     "build_schedule",
     "forward_schedule",
     "from_csv",
+    "given_schedule",
     "load_schedule",
     "loop_placement",
     "placement_of",

@@ -37,8 +37,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_megapar.config import ConfigError, chunks_of, nearest_name
+from lightning_megapar.config import ConfigError, nearest_name
 from lightning_megapar.pipeline.schedules.data import Action, Kind, Schedule, loop_placement, v_placement
+from lightning_megapar.schedule_names import chunks_of
 
 _KIND_OF: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
@@ -236,13 +237,19 @@ SCHEDULE_NAMES: tuple[str, ...] = tuple(_RECIPES)
 """Every name that :func:`build_schedule` knows; the last one, ``forward``, has no backward."""
 
 
-def placement_of(name: str, num_stages: int, num_chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """For each rank the virtual stage of each of its chunks under the named schedule; a single rank holds all in one.
+def placement_of(
+    schedule: str | Schedule, num_stages: int, num_chunks: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """For each rank the virtual stage of each of its chunks under a (named) schedule; a single rank holds all in one.
 
     Raises:
         ConfigError: as :func:`build_schedule`.
     """
-    return ((0,),) if num_stages == 1 else build_schedule(name, num_stages, 1, num_chunks).placement
+    if num_stages == 1:
+        return ((0,),)
+    if isinstance(schedule, Schedule):
+        return schedule.placement
+    return build_schedule(schedule, num_stages, 1, num_chunks).placement
 
 
 def build_schedule(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:

@@ -130,6 +130,11 @@ class Schedule:
         """Whether there is a backward."""
         return any(action.kind != "forward" for action in self.ranks[0])
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a rank computes weight gradients apart from the rest of the backward."""
+        return any(action.kind == "backward_weight" for row in self.ranks for action in row)
+
     def node(self, rank: int, action: Action) -> Node:
         """What others wait for when they wait for ``action`` of ``rank``."""
         return Node(_PHASES[action.kind], self.placement[rank][action.chunk], action.microbatch)

@@ -15,8 +15,9 @@ import csv
 import io
 import re
 from pathlib import Path
+from typing import Any
 
-from lightning_megapar.config import ConfigError
+from lightning_megapar.config import ConfigError, unknown_schedule
 from lightning_megapar.pipeline.schedules.data import LETTERS, Action, Kind, Schedule
 
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -98,3 +99,23 @@ def load_schedule(path: str | Path, name: str | None = None) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"schedule file {path} cannot be read: {error}") from error
     return from_csv(text, name or Path(path).stem)
+
+
+def given_schedule(setting: Any) -> Any:
+    """A strategy's ``pipeline_schedule`` with the path of a CSV file replaced by its schedule.
+
+    Names, ``"auto"`` and schedules come back as they are.
+
+    Args:
+        setting: a name, ``"auto"``, a schedule, or a path that ends in ``.csv``.
+
+    Raises:
+        ConfigError: when there is no such file (the nearest name and file are named), and as :func:`load_schedule`.
+    """
+    if not isinstance(setting, str | Path) or not str(setting).lower().endswith(".csv"):
+        return str(setting) if isinstance(setting, Path) else setting
+    path = Path(setting)
+    if not path.is_file():
+        beside = path.parent.glob("*.csv") if path.parent.is_dir() else ()
+        raise unknown_schedule(setting, sorted(str(one) for one in beside))
+    return load_schedule(path)
