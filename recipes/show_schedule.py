@@ -132,7 +132,7 @@ def _schedules(settings: Settings) -> list[Schedule]:
 
 def _measured(settings: Settings) -> tuple[list[Panel], Schedule]:
     from lightning_megapar.pipeline.picture import beside_simulated
-    from lightning_megapar.pipeline.trace import read_trace
+    from lightning_megapar.pipeline.planning.trace import read_trace
 
     panels, schedule, ratio = beside_simulated(read_trace(settings.trace or ""), settings.step)
     print(f"measured over simulated: {ratio:.3f}")

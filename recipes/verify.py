@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     from lightning_megapar.config import ConfigError
-    from lightning_megapar.pipeline.away import StageError
+    from lightning_megapar.pipeline.cutting.away import StageError
 
     try:
         return _verify(options)

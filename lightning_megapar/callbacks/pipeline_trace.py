@@ -14,17 +14,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.pipeline.clocks import SAME, ClockOffset, clock_offsets
+from lightning_megapar.pipeline.engine.clocks import SAME, ClockOffset, clock_offsets
 from lightning_megapar.pipeline.picture import beside_simulated, draw
 from lightning_megapar.pipeline.picture.drawing import FORMATS
-from lightning_megapar.pipeline.trace import TraceEvent, write_trace
+from lightning_megapar.pipeline.planning.trace import TraceEvent, write_trace
 
 DEFAULT_STEPS = (2, 3)
 
 
 class PipelineTrace(Callback):
     """Records when each stage did what in a few steps, and writes one file that ``chrome://tracing``,
-    https://ui.perfetto.dev, :func:`~lightning_megapar.pipeline.trace.read_trace` and ``recipes/show_schedule.py`` open.
+    https://ui.perfetto.dev, :func:`~lightning_megapar.pipeline.planning.trace.read_trace` and
+    ``recipes/show_schedule.py`` open.
 
     A step's events are every action of the schedule on every stage (with accumulation the microbatches of its batches
     are numbered on), and per stage, where it has them, kind ``"reduce"``: the sums of gradients over ranks with the
@@ -35,8 +36,8 @@ class PipelineTrace(Callback):
     for its work in the chosen steps, so that a span is not the time of a launch.
 
     Times count from the first event. Those of other stages are brought to the first stage's clock after each chosen
-    step, see :mod:`~lightning_megapar.pipeline.clocks`; the error per stage stands in the file, in seconds, under
-    ``otherData.clock_error_seconds``. Other steps are not measured.
+    step, see :mod:`~lightning_megapar.pipeline.engine.clocks`; the error per stage stands in the file, in seconds,
+    under ``otherData.clock_error_seconds``. Other steps are not measured.
 
     Rank 0 writes after the last chosen step, or when training ends or fails before it the steps that are complete. An
     older file of that name is replaced. Without a pipeline the callback says so once and does nothing.

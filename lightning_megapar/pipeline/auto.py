@@ -26,12 +26,12 @@ from torch.utils._pytree import tree_leaves
 from lightning_megapar.config import ConfigError, Layout, ParallelConfig
 from lightning_megapar.layers.deferral import can_defer
 from lightning_megapar.layers.embedding import VocabParallelEmbedding
-from lightning_megapar.pipeline.choose import CANDIDATES, Choice, choose_schedule, per_rank, too_much
+from lightning_megapar.pipeline.cutting.stages import StagePlan, plan_stages
+from lightning_megapar.pipeline.cutting.state import state_kept
+from lightning_megapar.pipeline.cutting.survey import without_numbers
+from lightning_megapar.pipeline.planning.choose import CANDIDATES, Choice, choose_schedule, per_rank, too_much
+from lightning_megapar.pipeline.planning.simulate import StageCosts, simulate
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule, loop_placement
-from lightning_megapar.pipeline.simulate import StageCosts, simulate
-from lightning_megapar.pipeline.stages import StagePlan, plan_stages
-from lightning_megapar.pipeline.state import state_kept
-from lightning_megapar.pipeline.survey import without_numbers
 from lightning_megapar.planner.cluster import Cluster
 from lightning_megapar.schedule_names import chunks_of, splits_backward
 
@@ -83,7 +83,7 @@ def choose_for(
         module: whole, real or on the meta device.
         config: its ``pipeline_schedule`` is ``"auto"``.
         layout: resolved degrees, several stages.
-        keep: see :func:`~lightning_megapar.pipeline.stages.plan_stages`.
+        keep: see :func:`~lightning_megapar.pipeline.cutting.stages.plan_stages`.
         cluster, given: both of them for times in seconds.
         dtype: of matrix products.
 

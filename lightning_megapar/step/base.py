@@ -25,11 +25,11 @@ from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.generators import generators_kept
 from lightning_megapar.layers.deferral import Deferral
 from lightning_megapar.mesh import ParallelMesh
-from lightning_megapar.pipeline import explain
-from lightning_megapar.pipeline.away import StageError
-from lightning_megapar.pipeline.chunks import RankCut
-from lightning_megapar.pipeline.rehearsal import Rehearsal
-from lightning_megapar.pipeline.runtime import PipelineRuntime
+from lightning_megapar.pipeline.cutting import explain
+from lightning_megapar.pipeline.cutting.away import StageError
+from lightning_megapar.pipeline.cutting.chunks import RankCut
+from lightning_megapar.pipeline.cutting.rehearsal import Rehearsal
+from lightning_megapar.pipeline.engine.runtime import PipelineRuntime
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule, forward_schedule
 from lightning_megapar.step.likeness import REMEDY, tell_unlike
 from lightning_megapar.step.log import LogExchange, LogRecorder, StepReport

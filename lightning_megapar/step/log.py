@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_megapar.batches import refuse_unlike_batches, sampled
 from lightning_megapar.mesh import ParallelMesh, all_gather_single
-from lightning_megapar.pipeline.away import Away, present
+from lightning_megapar.pipeline.cutting.away import Away, present
 from lightning_megapar.step.likeness import Unlike, state_of, unlike
 
 _FIXED = 9  # flag, signature, entries, loss sum, loss weight, capacity wanted, fingerprint of the batch, output's two

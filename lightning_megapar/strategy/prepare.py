@@ -29,11 +29,11 @@ from lightning_megapar.layers.collectives import TensorRanks
 from lightning_megapar.layers.deferral import Deferral
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.auto import choose_for, settled
-from lightning_megapar.pipeline.chunks import RankCut
-from lightning_megapar.pipeline.cut import StagePlan, plan_stages
+from lightning_megapar.pipeline.cutting.chunks import RankCut
+from lightning_megapar.pipeline.cutting.cut import StagePlan, plan_stages
+from lightning_megapar.pipeline.cutting.stages import blocks_of, largest_stacks, outside_of
+from lightning_megapar.pipeline.cutting.survey import Survey, survey_module
 from lightning_megapar.pipeline.schedules import Schedule, placement_of
-from lightning_megapar.pipeline.stages import blocks_of, largest_stacks, outside_of
-from lightning_megapar.pipeline.survey import Survey, survey_module
 from lightning_megapar.schedule_names import AUTO, splits_backward
 from lightning_megapar.sharding.apply import shard_module
 from lightning_megapar.sharding.blueprint import Blueprint, record_blueprints

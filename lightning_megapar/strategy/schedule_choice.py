@@ -11,9 +11,9 @@ from torch import nn
 from lightning_megapar.config import ConfigError, ParallelConfig
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.auto import choose_for, given_to, refuse_too_much, settled
-from lightning_megapar.pipeline.choose import Choice
+from lightning_megapar.pipeline.cutting.stages import blocks_of
+from lightning_megapar.pipeline.planning.choose import Choice
 from lightning_megapar.pipeline.schedules import Schedule, to_csv
-from lightning_megapar.pipeline.stages import blocks_of
 from lightning_megapar.schedule_names import AUTO
 from lightning_megapar.sharding.chooser.pricing import given_cluster
 from lightning_megapar.strategy.prepare import PreparedModule

@@ -36,7 +36,7 @@ from lightning_megapar.config import Layout
 from lightning_megapar.layers.deferral import Deferral, put_off
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline import StageCosts, build_schedule, simulate
-from lightning_megapar.pipeline.runtime import PipelineRuntime
+from lightning_megapar.pipeline.engine.runtime import PipelineRuntime
 
 RANKS = 4
 WIDTH = 64

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from lightning_megapar.callbacks import PipelineTrace
 from lightning_megapar.config import ConfigError
-from lightning_megapar.pipeline.clocks import offset_of
+from lightning_megapar.pipeline.engine.clocks import offset_of
 from lightning_megapar.strategy import MegaParStrategy
 
 

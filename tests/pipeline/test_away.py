@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megapar.pipeline.away import OWNED, Away, Ledger, Source, StageError
+from lightning_megapar.pipeline.cutting.away import OWNED, Away, Ledger, Source, StageError
 
 EMBED = Source("embed", 0, 0)
 

@@ -37,8 +37,8 @@ from torch.utils.checkpoint import checkpoint
 from zoo.trial import Stages, Verdict, compare, evaluation_error, judge, perturbed
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.pipeline import entrance
-from lightning_megapar.pipeline.cut import StageError
+from lightning_megapar.pipeline.cutting import entrance
+from lightning_megapar.pipeline.cutting.cut import StageError
 
 EXACT = [
     *(Net, WeightReadElsewhere, Tied, TiedBlocks, NormInTheLoop, BeforeAndAfter, Registered, OwnedOnThePath),

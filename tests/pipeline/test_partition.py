@@ -10,7 +10,7 @@ from rich.console import Console
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.pipeline import StageCosts, build_schedule, simulate, split_blocks
-from lightning_megapar.pipeline.partition import Partition, given_split, partition
+from lightning_megapar.pipeline.planning.partition import Partition, given_split, partition
 from lightning_megapar.pipeline.schedules import loop_placement, v_placement
 
 

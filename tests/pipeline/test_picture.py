@@ -11,7 +11,7 @@ from lightning_megapar.config import ConfigError
 from lightning_megapar.pipeline import StageCosts, build_schedule, load_schedule, simulate
 from lightning_megapar.pipeline.picture import Drawing, draw, simulated_panel
 from lightning_megapar.pipeline.picture.drawing import Box, Line, Words
-from lightning_megapar.pipeline.trace import TraceEvent, write_trace
+from lightning_megapar.pipeline.planning.trace import TraceEvent, write_trace
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "show_schedule.py"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -237,7 +237,7 @@ package = types.ModuleType("lightning_megapar")
 package.__path__ = [{str(root)!r}]
 sys.modules["lightning_megapar"] = package
 from lightning_megapar.pipeline import StageCosts, build_schedule, choose_schedule, simulate
-import lightning_megapar.pipeline.measured, lightning_megapar.pipeline.picture
+import lightning_megapar.pipeline.planning.measured, lightning_megapar.pipeline.picture
 print(simulate(build_schedule("1f1b", 2, 3), StageCosts()).makespan, choose_schedule(2, 3).name)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_megapar.config import ConfigError, ParallelConfig
-from lightning_megapar.pipeline.stages import blocks_of, find_stack, outside_of, plan_stages
-from lightning_megapar.pipeline.survey import Survey, observe, survey_module, without_numbers
+from lightning_megapar.pipeline.cutting.stages import blocks_of, find_stack, outside_of, plan_stages
+from lightning_megapar.pipeline.cutting.survey import Survey, observe, survey_module, without_numbers
 from lightning_megapar.strategy import MegaParStrategy
 
 

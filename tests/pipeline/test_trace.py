@@ -7,9 +7,8 @@ import pytest
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.pipeline import StageCosts, build_schedule, simulate
-from lightning_megapar.pipeline.measured import costs_of, schedule_of
-from lightning_megapar.pipeline.schedules import SCHEDULE_NAMES
-from lightning_megapar.pipeline.trace import (
+from lightning_megapar.pipeline.planning.measured import costs_of, schedule_of
+from lightning_megapar.pipeline.planning.trace import (
     TraceEvent,
     activation_steps,
     from_chrome,
@@ -18,6 +17,7 @@ from lightning_megapar.pipeline.trace import (
     to_chrome,
     write_trace,
 )
+from lightning_megapar.pipeline.schedules import SCHEDULE_NAMES
 
 EVENTS = (
     TraceEvent("forward", 0, 0.001, 0.003, 0, 0, step=4),

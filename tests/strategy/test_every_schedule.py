@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megapar.config import SCHEDULES, Layout
 from lightning_megapar.mesh import ParallelMesh, _backends
-from lightning_megapar.pipeline.runtime import PipelineError
+from lightning_megapar.pipeline.engine.runtime import PipelineError
 
 WORDS = 11
 

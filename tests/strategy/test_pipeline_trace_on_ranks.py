@@ -18,10 +18,10 @@ from pool import RankPool
 from torch import Tensor, nn
 
 from lightning_megapar.callbacks import PipelineTrace
-from lightning_megapar.pipeline.clocks import clock_offsets
-from lightning_megapar.pipeline.measured import schedule_of
+from lightning_megapar.pipeline.engine.clocks import clock_offsets
+from lightning_megapar.pipeline.planning.measured import schedule_of
+from lightning_megapar.pipeline.planning.trace import TraceEvent, one_step, read_trace
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule
-from lightning_megapar.pipeline.trace import TraceEvent, one_step, read_trace
 
 AHEAD = 1000.0
 """Seconds by which the second stage's clock is ahead in a test."""

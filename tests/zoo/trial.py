@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from zoo.architectures import without_noise
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.pipeline.cut import StageCut, StageError, plan_stages
+from lightning_megapar.pipeline.cutting.cut import StageCut, StageError, plan_stages
+from lightning_megapar.pipeline.cutting.rehearsal import ROUNDS, endless, learn, notes_of, rehearsing
+from lightning_megapar.pipeline.cutting.stages import blocks_of, outside_of
+from lightning_megapar.pipeline.cutting.state import state_kept
+from lightning_megapar.pipeline.cutting.survey import Survey, observe, without_numbers
 from lightning_megapar.pipeline.nest import flatten, unflatten
-from lightning_megapar.pipeline.rehearsal import ROUNDS, endless, learn, notes_of, rehearsing
-from lightning_megapar.pipeline.stages import blocks_of, outside_of
-from lightning_megapar.pipeline.state import state_kept
-from lightning_megapar.pipeline.survey import Survey, observe, without_numbers
 
 Step = Callable[[nn.Module], Tensor]
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.pipeline.measured import costs_of, schedule_of
 from lightning_megapar.pipeline.picture.drawing import Box, Drawing, Line, Words
+from lightning_megapar.pipeline.planning.measured import costs_of, schedule_of
+from lightning_megapar.pipeline.planning.simulate import Timeline, simulate
+from lightning_megapar.pipeline.planning.trace import TraceEvent, activation_steps, one_step
 from lightning_megapar.pipeline.schedules.data import Schedule
-from lightning_megapar.pipeline.simulate import Timeline, simulate
-from lightning_megapar.pipeline.trace import TraceEvent, activation_steps, one_step
 
 COLOURS: dict[str, str] = {
     "forward": "#0072b2",
@@ -79,7 +79,7 @@ def simulated_panel(timeline: Timeline, title: str = "", seconds: bool = False) 
 
 
 def measured_panel(events: Sequence[TraceEvent], title: str = "measured") -> Panel:
-    """The panel of one step of a trace, shifted to 0 (:func:`~lightning_megapar.pipeline.trace.one_step`).
+    """The panel of one step of a trace, shifted to 0 (:func:`~lightning_megapar.pipeline.planning.trace.one_step`).
 
     Memory counts microbatches, a chunk as the share of its rank's chunks.
     """

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from statistics import median
 
 from lightning_megapar.config import ConfigError
+from lightning_megapar.pipeline.planning.simulate import StageCosts
+from lightning_megapar.pipeline.planning.trace import TraceEvent
 from lightning_megapar.pipeline.schedules.data import Action, Schedule
-from lightning_megapar.pipeline.simulate import StageCosts
-from lightning_megapar.pipeline.trace import TraceEvent
 
 
 def schedule_of(events: Sequence[TraceEvent], name: str = "measured") -> Schedule:
@@ -17,7 +17,7 @@ def schedule_of(events: Sequence[TraceEvent], name: str = "measured") -> Schedul
     Which virtual stage each chunk is follows from the order in which the first microbatch's forwards started.
 
     Args:
-        events: of one step (:func:`~lightning_megapar.pipeline.trace.one_step`).
+        events: of one step (:func:`~lightning_megapar.pipeline.planning.trace.one_step`).
         name: name of the schedule.
 
     Raises:

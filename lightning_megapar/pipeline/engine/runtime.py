@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megapar.mesh import ParallelMesh, new_group
-from lightning_megapar.pipeline.exchange import (
+from lightning_megapar.pipeline.engine.exchange import (
     BoundaryReceiver,
     BoundarySender,
     GradientReceiver,

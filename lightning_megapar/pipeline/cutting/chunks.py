@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_megapar.pipeline.cut import StageCut, StagePlan, children_of
-from lightning_megapar.pipeline.entrance import Boundary
-from lightning_megapar.pipeline.stand_ins import StandIn
+from lightning_megapar.pipeline.cutting.cut import StageCut, StagePlan, children_of
+from lightning_megapar.pipeline.cutting.entrance import Boundary
+from lightning_megapar.pipeline.cutting.stand_ins import StandIn
 
 
 class RankCut:
@@ -52,7 +52,7 @@ class RankCut:
         return [*own, *(cut.stand_ins[name] for cut in self.chunks if name in cut.stand_ins)]
 
     def install_hooks(self) -> None:
-        """See :meth:`~lightning_megapar.pipeline.cut.StageCut.install_hooks`; also: what has become of the dtypes."""
+        """See :meth:`~lightning_megapar.pipeline.cutting.cut.StageCut.install_hooks`; dtypes are what they became."""
         for cut in self.chunks:
             for name, stand_in in cut.stand_ins.items():
                 source = self._resident(name)
@@ -61,7 +61,7 @@ class RankCut:
             cut.install_hooks()
 
     def call(self, step: Callable[[], Any], received: Boundary | None, chunk: int) -> tuple[bool, Any]:
-        """Run the user's step on one chunk; see :meth:`~lightning_megapar.pipeline.cut.StageCut.call`."""
+        """Run the user's step on one chunk; see :meth:`~lightning_megapar.pipeline.cutting.cut.StageCut.call`."""
         cut = self.chunks[chunk]
         hidden = cut.put_stand_ins(cut.stand_ins) if len(self.chunks) > 1 else []
         try:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_megapar.config import ConfigError
+from lightning_megapar.pipeline.planning.simulate import StageCosts, Timeline, simulate
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule
-from lightning_megapar.pipeline.simulate import StageCosts, Timeline, simulate
 
 if TYPE_CHECKING:
     from rich.table import Table

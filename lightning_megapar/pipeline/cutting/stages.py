@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from lightning_megapar.config import ConfigError, nearest_name
-from lightning_megapar.pipeline.partition import given_split, partition
+from lightning_megapar.pipeline.cutting.survey import Survey
+from lightning_megapar.pipeline.planning.partition import given_split, partition
 from lightning_megapar.pipeline.schedules.data import loop_placement
-from lightning_megapar.pipeline.survey import Survey
 
 PLACES = ("first", "last", "all")
 

@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from lightning_megapar.config import ConfigError
+from lightning_megapar.pipeline.planning.trace import TraceEvent, activation_steps
 from lightning_megapar.pipeline.schedules.data import Node, Schedule
-from lightning_megapar.pipeline.trace import TraceEvent, activation_steps
 
 Cost = float | Sequence[float] | Sequence[Sequence[float]]
 

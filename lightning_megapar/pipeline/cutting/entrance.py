@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megapar.pipeline.away import Away, Ledger, Source, StageError
+from lightning_megapar.pipeline.cutting.away import Away, Ledger, Source, StageError
 from lightning_megapar.pipeline.nest import Shape, Unsent, flatten, is_plain, map_leaves, tensors_of
 
 Key = tuple[str, int]

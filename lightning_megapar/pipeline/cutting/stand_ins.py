@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_megapar.pipeline.away import OWNED, Away, Ledger, Source, StageError
+from lightning_megapar.pipeline.cutting.away import OWNED, Away, Ledger, Source, StageError
 
 Answer = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

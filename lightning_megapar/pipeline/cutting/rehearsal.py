@@ -22,11 +22,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_megapar.pipeline.away import Away, Source, StageError
-from lightning_megapar.pipeline.chunks import RankCut
-from lightning_megapar.pipeline.cut import StageCut
+from lightning_megapar.pipeline.cutting.away import Away, Source, StageError
+from lightning_megapar.pipeline.cutting.chunks import RankCut
+from lightning_megapar.pipeline.cutting.cut import StageCut
+from lightning_megapar.pipeline.cutting.state import state_kept
 from lightning_megapar.pipeline.nest import tensors_of
-from lightning_megapar.pipeline.state import state_kept
 
 ROUNDS = 8
 """Rehearsals until every stage has what it needs; each one reaches at least one module further."""

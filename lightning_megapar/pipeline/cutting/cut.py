@@ -27,10 +27,10 @@ import torch
 from torch import nn
 
 from lightning_megapar.generators import GeneratorStates, generator_states, set_generator_states
-from lightning_megapar.pipeline import explain
-from lightning_megapar.pipeline.away import Away, Ledger, Source, StageError, present
-from lightning_megapar.pipeline.changes import Changed, apply_changes, changes, snapshot
-from lightning_megapar.pipeline.entrance import (
+from lightning_megapar.pipeline.cutting import explain
+from lightning_megapar.pipeline.cutting.away import Away, Ledger, Source, StageError, present
+from lightning_megapar.pipeline.cutting.changes import Changed, apply_changes, changes, snapshot
+from lightning_megapar.pipeline.cutting.entrance import (
     Boundary,
     Key,
     Result,
@@ -42,14 +42,14 @@ from lightning_megapar.pipeline.entrance import (
     refuse_autograd_function,
     versions,
 )
+from lightning_megapar.pipeline.cutting.stages import StagePlan, find_stack, plan_stages
+from lightning_megapar.pipeline.cutting.stand_ins import StandIn, put
 from lightning_megapar.pipeline.nest import (
     map_leaves,
     replace,
     same,
     without_tensors,
 )
-from lightning_megapar.pipeline.stages import StagePlan, find_stack, plan_stages
-from lightning_megapar.pipeline.stand_ins import StandIn, put
 
 __all__ = ["Boundary", "StageCut", "StageError", "StageExit", "StagePlan", "find_stack", "plan_stages"]
 

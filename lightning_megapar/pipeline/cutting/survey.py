@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_megapar.pipeline.state import state_kept
+from lightning_megapar.pipeline.cutting.state import state_kept
 
 BEFORE, INSIDE, AFTER = "before", "inside", "after"
 
