@@ -21,25 +21,33 @@ SPLIT_HINT = (
 )
 
 
-@torch.no_grad()
-def fingerprint(batch: Any, device: torch.device) -> Tensor:
-    """A number that tells batches apart: 0-dim float64, from a sample of the elements of the first few tensors."""
-    return sampled(batch, device)[0]
+MARKS = 3
+"""Numbers of a :func:`fingerprint`."""
+_COMPARED = 32  # tensors of a nest
 
 
 @torch.no_grad()
-def sampled(nest: Any, device: torch.device) -> Tensor:
-    """Two float64 numbers: a weighted sum of some elements of a nest's first few tensors, and that of their sizes.
+def fingerprint(nest: Any, device: torch.device) -> Tensor:
+    """Three float64 numbers that tell nests apart, from a sample of the elements of their first tensors.
 
-    Nests that are alike up to rounding have the same first number, up to rounding of the second.
+    Each tensor counts alike, whatever its size and its numbers' size: where its elements lie between all negative and
+    all positive, the logarithm of their mean size, and their number; each weighted by the tensor's place.
     """
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    for index, leaf in enumerate(_some_tensors(nest, 8)):
+    marks = torch.zeros(MARKS, dtype=torch.float64, device=device)
+    for index, leaf in enumerate(_some_tensors(nest, _COMPARED), 1):
         picked = leaf.detach().reshape(-1)
         picked = picked[:: max(1, picked.numel() // 256)].to(device, torch.float64).nan_to_num(1.0, 2.0, 3.0)
-        weights = torch.arange(1, picked.numel() + 1, device=device)
-        total += torch.stack([(part * weights).mean() for part in (picked, picked.abs())]) * (index + 1) + leaf.numel()
-    return total
+        weights = torch.linspace(1.0, 2.0, picked.numel(), dtype=torch.float64, device=device)
+        size = (picked.abs() * weights).mean().clamp_min(1e-300)
+        marks += (
+            torch.stack([(picked * weights).mean() / size, size.log(), torch.full_like(size, leaf.numel())]) * index
+        )
+    return marks
+
+
+def alike(a: Sequence[float], b: Sequence[float], tolerance: float) -> bool:
+    """Whether two fingerprints are of nests that differ by no more than a relative ``tolerance`` of their elements."""
+    return a[2] == b[2] and all(abs(one - other) <= tolerance for one, other in zip(a[:2], b[:2]))
 
 
 def _some_tensors(node: Any, limit: int) -> list[Tensor]:
@@ -54,17 +62,16 @@ def _some_tensors(node: Any, limit: int) -> list[Tensor]:
     return found
 
 
-def refuse_unlike_batches(fingerprints: Sequence[float], data_ranks: Sequence[int]) -> None:
+def refuse_unlike_batches(fingerprints: Sequence[Sequence[float]], data_ranks: Sequence[int]) -> None:
     """Compare the ranks' fingerprints of their batches.
 
     Raises:
         RuntimeError: when ranks of one data rank differ, the same on every rank.
     """
-    first: dict[int, float] = {}
-    for rank, (value, data_rank) in enumerate(zip(fingerprints, data_ranks)):
-        expected = first.setdefault(data_rank, value)
+    first: dict[int, Sequence[float]] = {}
+    for rank, (marks, data_rank) in enumerate(zip(fingerprints, data_ranks)):
         # Not to the last bit: hosts of different make may round an augmentation differently.
-        if abs(value - expected) > 1e-6 * max(1.0, abs(expected)):
+        if not alike(marks, first.setdefault(data_rank, marks), 1e-6):
             raise RuntimeError(
                 f"rank {rank} got another batch than rank {data_ranks.index(data_rank)}, which shares its data rank "
                 f"{data_rank}: tensor and pipeline ranks must see the same data. {SPLIT_HINT}"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megapar.batches import sampled
+from lightning_megapar.batches import alike, fingerprint
 from lightning_megapar.data_parallel.parameters import LogicalParameter, local_tensor, trainable
 from lightning_megapar.layers.base import ParallelLayer
 from lightning_megapar.mesh import ParallelMesh
@@ -72,7 +72,7 @@ def unlike_buffers(buffers: Mapping[str, Tensor], mesh: ParallelMesh) -> list[st
     if group is None:
         return []
     mine = {
-        name: (tuple(buffer.shape), *sampled(buffer, buffer.device).tolist())
+        name: (tuple(buffer.shape), fingerprint(buffer, buffer.device).tolist())
         for name, buffer in buffers.items()
         if buffer.is_floating_point() and not buffer.is_meta
     }
@@ -83,7 +83,7 @@ def unlike_buffers(buffers: Mapping[str, Tensor], mesh: ParallelMesh) -> list[st
         for name in other.keys() | peers[0].keys():
             one, two = peers[0].get(name), other.get(name)
             rounding = TOLERANCE.get(buffers[name].dtype, 1e-4) if name in buffers else 0.0
-            if one is None or two is None or one[0] != two[0] or abs(one[1] - two[1]) > rounding * max(one[2], two[2]):
+            if one is None or two is None or one[0] != two[0] or not alike(one[1], two[1], rounding):
                 names.add(name)
     everyone: list[list[str]] = [[] for _ in range(mesh.layout.world_size)]
     dist.all_gather_object(everyone, sorted(names))

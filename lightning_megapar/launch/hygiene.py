@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import io
@@ -123,7 +124,12 @@ def flush_files() -> None:
     kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
     files = [found for found in gc.get_objects() if issubclass(type(found), kinds)]
     for file in sorted(files, key=lambda file: not isinstance(file, io.TextIOWrapper)):  # text goes through bytes
-        flush(file)
+        with contextlib.suppress(Exception):  # whatever somebody's file raises: the others have still to be written
+            file.flush()
+    archive = getattr(sys.modules.get("zipfile"), "ZipFile", ())  # its directory is written when it is closed
+    for found in [found for found in gc.get_objects() if issubclass(type(found), archive)] if archive else ():
+        with contextlib.suppress(Exception):
+            found.close()
 
 
 def close_stdin() -> None:

@@ -146,7 +146,8 @@ def create_process_group(
         raise
     except dist.DistStoreError as error:
         raise ProcessGroupError(
-            f"rank {rank} of {world}: not every rank appeared within {SETUP_TIMEOUT.total_seconds():.0f} s ({error})"
+            f"rank {rank} of {world}: not every rank appeared within "
+            f"{min(SETUP_TIMEOUT, timeout or DEFAULT_TIMEOUT).total_seconds():.0f} s ({error})"
         ) from error
     finally:
         # torch wraps the hook once more for each group, to put "[rank0]: " before every line of a traceback; our notes

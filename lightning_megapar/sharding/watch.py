@@ -26,6 +26,9 @@ _RIGHT_ON_PIECES = frozenset(
         "add radd iadd sub rsub isub mul rmul imul div truediv rtruediv itruediv neg pow rpow abs sign lerp",
         "exp expm1 log log1p sqrt rsqrt reciprocal square sin cos tanh sigmoid erf clamp clip clamp_min clamp_max",
         "relu relu6 gelu silu mish elu celu selu leaky_relu softplus softsign hardtanh hardsigmoid hardswish",
+        "addcmul addcdiv maximum minimum fmax fmin logaddexp logaddexp2 hypot prelu rrelu threshold",
+        "cat concat chunk split tensor_split stack narrow select unbind index_select gather take_along_dim getitem",
+        "matmul rmatmul mm bmm baddbmm addmm linear scaled_dot_product_attention",
         "where masked_fill nan_to_num isnan isinf isfinite lt gt le ge eq ne and or invert",
         "logsigmoid logical_and logical_or logical_not dropout alpha_dropout feature_dropout",
         "clone detach copy contiguous to type type_as float double half bfloat16 cpu cuda zero fill",
@@ -36,7 +39,8 @@ _RIGHT_ON_PIECES = frozenset(
     )
     for name in names.split()
 )
-"""Elementwise functions, those that move or copy, and those that read no numbers."""
+"""Elementwise functions, those that move or copy, those that read no numbers, and products: a piece and something whole
+have no shapes that fit."""
 
 
 class PartsWatch:

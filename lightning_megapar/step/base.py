@@ -99,7 +99,8 @@ class StepperBase:
         streams: seeds torch's generators for each microbatch; ``None`` leaves them alone.
         forward_context: makes the precision plugin's context around one forward.
         buffers: this rank's buffers by name, without those of layers that are cut.
-        parts: what the step does with pieces of sharded layers, ``None`` without tensor parallelism.
+        parts: what the step does with pieces of sharded layers, ``None`` where nothing is sharded.
+        is_cut: whether tensor ranks hold pieces of anything.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class StepperBase:
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         buffers: Callable[[], Mapping[str, Tensor]] = dict,
         parts: PartsWatch | None = None,
+        is_cut: bool = False,
     ) -> None:
         self.mesh = mesh
         self.device = device
@@ -131,6 +133,7 @@ class StepperBase:
         self.forward_context = forward_context
         self.buffers = buffers
         self.parts = parts
+        self.is_cut = is_cut
         self._parameters = list(parameters)
         self._frozen = self._fixed_switches()
         self._running = False
@@ -142,7 +145,7 @@ class StepperBase:
         self.reducer = GradientReducer(parameters, mesh)
         self.reductions: list[tuple[float, float]] | None = None
         """When it is a list, start and end of every reduction of gradients are appended, as in ``runtime.spans``."""
-        self.exchange = LogExchange(mesh, device)
+        self.exchange = LogExchange(mesh, device, compare=is_cut)
         self.steps = 0
         self._token_unit: float | None = None
         self._window = Window()
@@ -230,17 +233,17 @@ class StepperBase:
     def _keep_generators(self) -> AbstractContextManager[None]:
         return nullcontext() if self.streams is None else generators_kept()
 
-    def _fingerprint(self, batch: Any, pieces: int, kind: str) -> Tensor | float:
+    def _fingerprint(self, batch: Any, pieces: int, kind: str) -> Tensor | None:
         """What peers compare in the step's packet; the first time at once, before a difference can make them hang."""
         if self.mesh.size("tensor") * self.mesh.size("pipeline") == 1:
-            return 0.0
+            return None
         mark = fingerprint(batch, self.device)
         if kind not in self._compared:
             self._compared.add(kind)
             marks: list[Any] = [None] * self.mesh.layout.world_size
-            dist.all_gather_object(marks, (pieces, float(mark)))
+            dist.all_gather_object(marks, (pieces, mark.tolist()))
             data_ranks = [self.mesh.layout.coordinates(r)["data"] for r in range(len(marks))]
-            refuse_unlike_batches([count for count, _ in marks], data_ranks)
+            refuse_unlike_batches([[0.0, 0.0, count] for count, _ in marks], data_ranks)
             refuse_unlike_batches([value for _, value in marks], data_ranks)
         return mark
 

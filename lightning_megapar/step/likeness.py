@@ -22,6 +22,9 @@ REMEDY = (
     "block's output, or keep those layers whole: sharding_plan={'their.name': 'replicate', ...}, or 'off'"
 )
 
+OUTPUT_TOLERANCE = 1e-4
+"""Relative difference of what steps return that rounding may explain; tensor ranks compute it from the same numbers."""
+
 
 @dataclass(frozen=True)
 class Unlike:
@@ -32,23 +35,21 @@ class Unlike:
         first, other: on the first tensor rank and on another one.
     """
 
-    name: str
-    first: float
-    other: float
+    name: str = ""
+    first: float = 0.0
+    other: float = 0.0
 
 
-def unlike(a: float, b: float, dtype: torch.dtype | None, scale: float | None = None) -> bool:
+def unlike(a: float, b: float, dtype: torch.dtype | None) -> bool:
     """Whether two ranks' values differ by more than rounding explains.
 
     Args:
         a, b: values.
         dtype: in which they were computed, ``None`` where nobody knows: then as float32.
-        scale: what the difference is compared with; by default the larger of the two.
     """
     if a != a or b != b:
         return (a != a) != (b != b)
-    scale = max(abs(a), abs(b)) if scale is None else scale
-    return abs(a - b) > TOLERANCE.get(dtype or torch.float32, TOLERANCE[torch.float32]) * scale
+    return abs(a - b) > TOLERANCE.get(dtype or torch.float32, TOLERANCE[torch.float32]) * max(abs(a), abs(b))
 
 
 def state_of(metric: Metric, device: torch.device) -> Tensor:
@@ -76,9 +77,10 @@ def tell_unlike(found: Iterable[Unlike], told: set[str], step: str) -> None:
         told.add(key)
         what = f"self.log({one.name!r}) got {one.first:.6g} and {one.other:.6g} on" if one.name else f"{step} returned"
         what += "" if one.name else " other values on each of"
-        kept = "What the first of them has is logged. " if one.name else "What the first of them has is not the whole. "
+        own = "self.log(..., rank_zero_only=True)" if one.name else "leave it out"
+        kept = "What the first of them has is logged." if one.name else "What the first of them has is not the whole."
         warnings.warn(
-            f"{what} tensor ranks that share their samples: {REMEDY}. {kept}"
-            + ("(A figure of each rank, such as a time: self.log(..., rank_zero_only=True).)" if one.name else ""),
+            f"{what} tensor ranks that share their samples. Either it is a figure of each rank, such as a time: {own}. "
+            f"Or {REMEDY}. {kept}",
             stacklevel=2,
         )

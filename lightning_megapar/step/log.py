@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_megapar.batches import refuse_unlike_batches, sampled
+from lightning_megapar.batches import MARKS, alike, fingerprint, refuse_unlike_batches
 from lightning_megapar.mesh import ParallelMesh, all_gather_single
 from lightning_megapar.pipeline.cutting.away import Away, present
-from lightning_megapar.step.likeness import Unlike, state_of, unlike
+from lightning_megapar.step.likeness import OUTPUT_TOLERANCE, Unlike, state_of, unlike
 
-_FIXED = 9  # flag, signature, entries, loss sum, loss weight, capacity wanted, fingerprint of the batch, output's two
+_BATCH, _OUTPUT = 6, 6 + MARKS  # after flag, signature, entries, loss sum, loss weight, capacity wanted
+_FIXED = 6 + 2 * MARKS
 _COLUMNS = 3  # value, weight, and what tensor ranks must have alike
 _REDUCTIONS = ("mean", "sum", "max", "min")
 
@@ -163,10 +164,13 @@ class LogExchange:
     Args:
         mesh: the ranks. The packets of the last stage's tensor rank 0, one per data rank, are the ones that count.
         device: where the packet lives.
+        compare: whether what tensor ranks log and return is compared; where nothing is cut only figures of each rank
+            can differ.
     """
 
-    def __init__(self, mesh: ParallelMesh, device: torch.device) -> None:
+    def __init__(self, mesh: ParallelMesh, device: torch.device, compare: bool = False) -> None:
         self.mesh = mesh
+        self._compares = compare and mesh.size("tensor") > 1
         self.device = device
         self._known: dict[int, tuple[LogEntry, ...]] = {0: ()}
         self._capacity = 16
@@ -187,7 +191,7 @@ class LogExchange:
         loss_sum: Tensor | float,
         weight: Tensor | float,
         flag: float,
-        fingerprint: Tensor | float = 0.0,
+        batch: Tensor | None = None,
         output: Any = None,
     ) -> StepReport:
         """All ranks call it once per step, with their own packet.
@@ -197,7 +201,7 @@ class LogExchange:
             loss_sum: sum of weight x loss over local microbatches.
             weight: sum of the weights.
             flag: any number to be shown to every rank (a stop request).
-            fingerprint: of the batch; ranks of one data rank must have the same.
+            batch: its fingerprint; ranks of one data rank must have the same.
             output: what the step returned, where tensor ranks are to be compared.
 
         Raises:
@@ -206,9 +210,9 @@ class LogExchange:
         """
         entries = tuple(recorder.entries.values()) if self.mesh.has_loss else ()
         signature = float(zlib.crc32("\n".join(e.signature() for e in entries).encode())) if entries else 0.0
-        packet = self._pack(entries, signature, loss_sum, weight, flag, fingerprint)
-        if output is not None and self.mesh.size("tensor") > 1:
-            packet[7:9] = sampled(output, self.device)
+        packet = self._pack(entries, signature, loss_sum, weight, flag, batch)
+        if output is not None and self._compares:
+            packet[_OUTPUT:_FIXED] = fingerprint(output, self.device)
         if self.mesh.layout.world_size == 1:
             self._known[int(signature)] = entries
             return self._report([packet.tolist()], int(signature))
@@ -220,7 +224,7 @@ class LogExchange:
             wider[: packet.numel()] = packet
             self._pack_entries(wider, entries)
             rows = self._gather(wider)
-        refuse_unlike_batches([row[6] for row in rows], self._data_ranks)
+        refuse_unlike_batches([row[_BATCH:_OUTPUT] for row in rows], self._data_ranks)
         signatures = {int(rows[r][1]) for r in self._speakers}
         if len(signatures) > 1:
             raise RuntimeError(
@@ -235,7 +239,7 @@ class LogExchange:
             assert box[0] is not None
             self._known[key] = box[0]
         report = self._report([rows[r] for r in self._speakers], key, tuple(row[0] for row in rows))
-        return replace(report, unlike=self._compare(rows, report.entries)) if self.mesh.size("tensor") > 1 else report
+        return replace(report, unlike=self._compare(rows, report.entries)) if self._compares else report
 
     def _compare(self, rows: list[list[float]], entries: tuple[LogEntry, ...]) -> tuple[Unlike, ...]:
         """Every rank comes to the same answer: it has seen all packets."""
@@ -243,8 +247,8 @@ class LogExchange:
         for first, *others in self._peers:
             spoken = rows[first]
             for row in (rows[other] for other in others):
-                if unlike(spoken[7], row[7], None, max(spoken[8], row[8])):
-                    found.setdefault("", Unlike("", spoken[7], row[7]))
+                if not alike(spoken[_OUTPUT:_FIXED], row[_OUTPUT:_FIXED], OUTPUT_TOLERANCE):
+                    found.setdefault("", Unlike())
                 if row[1] != spoken[1]:
                     continue  # it logged other names, for example what only rank 0 logs
                 for index, entry in enumerate(entries):
@@ -260,13 +264,15 @@ class LogExchange:
         loss_sum: Tensor | float,
         weight: Tensor | float,
         flag: float,
-        fingerprint: Tensor | float,
+        batch: Tensor | None,
     ) -> Tensor:
         room = len(entries) if self.mesh.layout.world_size == 1 else self._capacity
         packet = torch.zeros(_FIXED + _COLUMNS * room, dtype=torch.float64)
         packet[0], packet[1], packet[2], packet[5] = flag, signature, len(entries), len(entries)
         packet = packet.to(self.device)
-        packet[3], packet[4], packet[6] = loss_sum, weight, fingerprint
+        packet[3], packet[4] = loss_sum, weight
+        if batch is not None:
+            packet[_BATCH:_OUTPUT] = batch
         self._pack_entries(packet, entries)
         return packet
 
@@ -280,7 +286,7 @@ class LogExchange:
             else:
                 packet[at] = getattr(values, entry.reduction)()
             packet[at + 1] = weights.sum()
-            if self.mesh.size("tensor") > 1:
+            if self._compares:
                 packet[at + 2] = packet[at] if entry.metric is None else state_of(entry.metric, self.device)
 
     def _gather(self, packet: Tensor) -> list[list[float]]:

@@ -262,12 +262,13 @@ class Stepper(StepperBase):
         Raises:
             StepContractError: the same on every rank, for buffers that differ between tensor ranks.
         """
-        unlike = unlike_buffers(self.buffers(), self.mesh)
+        unlike = unlike_buffers(self.buffers(), self.mesh) if self.is_cut else []
         if unlike:
             raise StepContractError(
-                f"the buffers {', '.join(unlike[:4])} differ between tensor ranks, which share their samples: they are "
-                "filled inside a sharded region, where each rank holds a part. Fill them from a block's output, or "
-                "keep the layers that they look at whole: sharding_plan={'their.name': 'replicate', ...}, or 'off'"
+                f"the buffers {', '.join(unlike[:4])} differ between tensor ranks, which share their samples. Either "
+                "they are filled inside a sharded region, where each rank holds a part: fill them from a block's "
+                "output, or keep the layers that they look at whole (sharding_plan={'their.name': 'replicate', ...}, "
+                "or 'off'). Or they hold a figure of each rank, such as a time: keep that in a plain attribute"
             )
         found = undeclared_addends(self._parameters, self.mesh)
         if not found:

@@ -122,6 +122,13 @@ def refuse_modules(module: nn.Module, layout: Layout) -> None:
                 f"{name} is a {kind} whose {' and '.join(lazy)} have no shape yet, and {ranks} divides shapes; give "
                 "its sizes when it is built, or run the module on one batch before trainer.fit"
             )
+        kept = (n for n in child._buffers if n not in child._non_persistent_buffers_set)
+        sparse = [n for n in kept if (b := child._buffers[n]) is not None and b.layout != torch.strided]
+        if sparse:
+            raise ConfigError(
+                f"the buffer {sparse[0]!r} of {name} is sparse, and checkpoints of several ranks ({ranks}) hold dense "
+                f"tensors; valid: register_buffer({sparse[0]!r}, ..., persistent=False), or a dense buffer"
+            )
         if not isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             continue
         if child.sparse:

@@ -300,7 +300,8 @@ class MegaParStrategy(StepStrategy):
             streams=self.prepared.streams,
             forward_context=self.precision_plugin.forward_context,
             buffers=lambda: whole_buffers(module),
-            parts=PartsWatch(module) if self.prepared.choice.assignments and self.layout.tensor > 1 else None,
+            parts=PartsWatch(module) if self.prepared.is_cut else None,
+            is_cut=self.prepared.is_cut,
         )
 
     def _print_stages(self) -> None:

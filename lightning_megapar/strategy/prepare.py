@@ -25,6 +25,7 @@ from lightning_megapar.data_parallel.parameters import (
     shards_by_name,
 )
 from lightning_megapar.data_parallel.zero import ZeroUnits
+from lightning_megapar.layers.base import ParallelLayer
 from lightning_megapar.layers.collectives import TensorRanks
 from lightning_megapar.layers.deferral import Deferral
 from lightning_megapar.mesh import ParallelMesh
@@ -63,6 +64,7 @@ class PreparedModule:
         choice: how layers that are not ours are sharded over the tensor ranks.
         blueprints: the module's transformers models, whole and without memory.
         config: the options that it was prepared with, a schedule in place of ``"auto"``.
+        is_cut: whether tensor ranks hold pieces of any parameter, on whatever stage.
     """
 
     layout: Layout
@@ -77,6 +79,7 @@ class PreparedModule:
     blueprints: tuple[Blueprint, ...] = ()
     deferral: Deferral | None = None
     config: ParallelConfig = field(default_factory=ParallelConfig)
+    is_cut: bool = False
 
     def serves(self, schedule: str | Schedule, mesh: ParallelMesh) -> bool:
         """Whether a pipeline schedule can be run on it: the same chunks, and weight gradients that wait if need be."""
@@ -136,6 +139,8 @@ def prepare_module(
         patience=patience,
     )
     assignments = choice.assignments
+    by_plan = any(one.style.name != "replicate" for one in assignments)
+    is_cut = mesh.size("tensor") > 1 and (by_plan or any(isinstance(part, ParallelLayer) for part in module.modules()))
     if assignments and config.sequence_parallel:
         raise ConfigError(
             "sequence_parallel=True needs a model built from lightning_megapar.layers; "
@@ -189,7 +194,7 @@ def prepare_module(
     stages = _stages_of(module, names, mesh)
     parameters = collect_parameters(module, names, stages, partial_parameter_names(module, names), sharded)
     return PreparedModule(
-        mesh.layout, names, parameters, plan, cut, zero, streams, stages, choice, blueprints, deferral, config
+        mesh.layout, names, parameters, plan, cut, zero, streams, stages, choice, blueprints, deferral, config, is_cut
     )
 
 
@@ -273,6 +278,9 @@ def _take_values_of_rank_zero(module: nn.Module, device: torch.device, loaded: C
         if value.is_meta or id(value) in seen or value.numel() == 0 or name in loaded:
             continue
         seen.add(id(value))
+        if value.layout != torch.strided:
+            value.data.copy_(_from_rank_zero(value.data.cpu()))
+            continue
         moved = value.data.to(device).contiguous()
         dist.broadcast(moved, src=0)
         if moved.data_ptr() != value.data_ptr():

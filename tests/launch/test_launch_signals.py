@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 
 import pytest
 from cases import CaseServer, clean_environment, patience
@@ -17,6 +18,7 @@ from lightning_megapar.launch.preemption import PreemptionFlag
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 ENDLESS = """
+import io, zipfile
 class Journal:  # holds itself, so that only a garbage collector would close its file
     def __init__(self, path):
         self.itself, self.file = self, open(path, "w")
@@ -24,7 +26,15 @@ model = Model()
 model.pause = 0.05
 fit = trainer(3, max_steps=10_000)
 model.on_fit_start = lambda: setattr(model, "journal", Journal(OUT / f"journal-{fit.global_rank}"))
-model.on_train_start = lambda: model.journal.file.write("trained")
+class Bad(io.TextIOWrapper):  # a file of somebody's that disturbs nobody
+    def flush(self):
+        raise RuntimeError("no flush")
+def write():
+    model.journal.bad = Bad(open(OUT / f"bad-{fit.global_rank}", "wb"))
+    model.journal.file.write("trained")
+    model.journal.archive = zipfile.ZipFile(OUT / f"archive-{fit.global_rank}.zip", "w")
+    model.journal.archive.writestr("name", "trained")
+model.on_train_start = write
 try:
     fit.fit(model)
 finally:
@@ -56,6 +66,8 @@ def test_sigterm_saves_and_leaves_together(cases: CaseServer, target: str, peers
     assert "Traceback" not in result.err, result.err
     assert len(list(result.directory.rglob("preempted-*.ckpt"))) == 1
     assert [result.read(f"journal-{rank}") for rank in range(3)] == ["trained"] * 3
+    archives = [zipfile.ZipFile(result.directory / f"archive-{rank}.zip") for rank in range(3)]
+    assert [archive.read("name") for archive in archives] == [b"trained"] * 3
     assert result.ended - began < patience(5)
     result.assert_nobody_left()
 

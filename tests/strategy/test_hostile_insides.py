@@ -14,6 +14,8 @@ from pool import RankError, RankPool
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from lightning_megapar.batches import alike, fingerprint
+
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
@@ -175,6 +177,83 @@ def test_what_is_alike_is_not_told_of(pool: RankPool, module: type[LightningModu
 def test_returned_values_are_told_of_once(pool: RankPool) -> None:
     [message], _ = pool.run(told, 2, "tp2", ReturnsIt, mode="trainer")
     assert message.startswith("validation_step returned other values on each of tensor ranks")
+
+
+class KeepsTimes(Inside):
+    """A buffer with a figure of each rank: no fault where nothing is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seconds", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seconds += self.global_rank
+        self.log("seconds", self.seconds)
+        return self.loss(batch)
+
+
+def uncut(layout: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hostile.fit(layout, KeepsTimes, options={"sharding_plan": "off"})
+    return [str(w.message) for w in caught if "tensor ranks that share" in str(w.message)]
+
+
+class Adjacent(Inside):
+    """A sparse buffer, as graphs have."""
+
+    persistent = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        places = torch.tensor([[0, 1, 3], [1, 0, 2]])
+        edges = torch.sparse_coo_tensor(places, torch.rand(3).double(), (16, 16)).coalesce()
+        self.register_buffer("edges", edges, persistent=self.persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inp(x)
+        out: Tensor = self.head(self.blocks(hidden + torch.sparse.mm(self.edges, hidden.T).T))
+        return out
+
+
+def test_a_sparse_buffer_is_that_of_rank_zero(pool: RankPool) -> None:
+    expected = hostile.fit(hostile.PLAIN, Adjacent)
+    options = {"sharding_plan": PLAN}
+    hostile.agree(pool.run(hostile.fit, 2, "tp2", Adjacent, options=options, mode="trainer"), expected)
+
+
+class AdjacentAndSaved(Adjacent):
+    persistent = True
+
+
+def test_a_sparse_buffer_in_checkpoints_is_refused(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="the buffer 'edges' of AdjacentAndSaved is sparse"):
+        pool.run(hostile.fit, 2, "tp2", AdjacentAndSaved, mode="trainer", timeout=60)
+
+
+def test_nothing_is_compared_where_nothing_is_cut(pool: RankPool) -> None:
+    assert pool.run(uncut, 2, "tp2", mode="trainer") == [[], []]
+
+
+def test_fingerprints_tell_large_and_mixed_nests_apart() -> None:
+    device = torch.device("cpu")
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    for shape in ((8, 32), (64, 3, 224, 224), (8, 1024, 512)):
+        one, other = drawn(*shape), drawn(*shape)
+        assert not alike(fingerprint(one, device).tolist(), fingerprint(other, device).tolist(), 1e-4)
+        rounded = one * (1 + 1e-8 * drawn(*shape))
+        assert alike(fingerprint(one, device).tolist(), fingerprint(rounded, device).tolist(), 1e-6)
+    large, heads, others = 1e4 * drawn(64, 128, 64), drawn(8, 2, 12, 12).softmax(-1), drawn(8, 2, 12, 12).softmax(-1)
+    many = [large] * 10
+    one, other = fingerprint([*many, heads], device), fingerprint([*many, others], device)
+    assert not alike(one.tolist(), other.tolist(), 1e-4)
+    assert alike(fingerprint(torch.zeros(3), device).tolist(), fingerprint(torch.zeros(3), device).tolist(), 0.0)
+    assert not alike(fingerprint(torch.zeros(3), device).tolist(), fingerprint(torch.ones(3), device).tolist(), 1e-4)
+    assert not alike(fingerprint(one, device).tolist(), fingerprint(2 * one, device).tolist(), 1e-4)
 
 
 def predict(layout: str) -> Any:
