@@ -199,7 +199,7 @@ def uncut(layout: str) -> list[str]:
     return [str(w.message) for w in caught if "tensor ranks that share" in str(w.message)]
 
 
-class Adjacent(Inside):
+class Adjacent(hostile.Net):
     """A sparse buffer, as graphs have."""
 
     persistent = False
@@ -218,8 +218,7 @@ class Adjacent(Inside):
 
 def test_a_sparse_buffer_is_that_of_rank_zero(pool: RankPool) -> None:
     expected = hostile.fit(hostile.PLAIN, Adjacent)
-    options = {"sharding_plan": PLAN}
-    hostile.agree(pool.run(hostile.fit, 2, "tp2", Adjacent, options=options, mode="trainer"), expected)
+    hostile.agree(pool.run(hostile.fit, 2, "tp2", Adjacent, mode="trainer"), expected)
 
 
 class AdjacentAndSaved(Adjacent):
