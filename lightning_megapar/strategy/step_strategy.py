@@ -305,8 +305,25 @@ class StepStrategy(StateStrategy):
             callback = trainer.checkpoint_callback
             directory = getattr(callback, "dirpath", None) or trainer.default_root_dir
             path = Path(directory) / f"preempted-step={trainer.global_step}.ckpt"
+            if trainer.training:
+                _forget_fetched_batch(trainer)
             trainer.save_checkpoint(path, weights_only=False)
             if self.is_global_zero:
                 print(f"stopped by a signal at step {trainer.global_step}; saved {path}", file=sys.stderr, flush=True)
         self._preemption.leave()
         raise SystemExit(EXIT_CODE)
+
+
+def _forget_fetched_batch(trainer: Any) -> None:
+    """Have Lightning's loop in the state between two steps, for a checkpoint: the next batch is fetched, and not begun.
+
+    Lightning saves after a step or a validation. It would count the fetched batch: validations would come a step early,
+    and the last batch of an epoch would count as done. After a validation it counts a step for its loggers when it goes
+    on, because its own checkpoints were made before that was counted.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    progress.total.ready, progress.current.ready = progress.total.started, progress.current.started
+    progress.is_last_batch = False
+    if loop._should_check_val_fx(trainer.fit_loop._data_fetcher) and not loop._should_accumulate():
+        loop._batches_that_stepped -= 1
