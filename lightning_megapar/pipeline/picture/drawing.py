@@ -83,7 +83,8 @@ class Drawing:
         """
         path = Path(path)
         if path.suffix.lower() not in FORMATS:
-            raise ConfigError(f"out={str(path)!r}: expected a name that ends with {' or '.join(FORMATS)}")
+            hint = "; save=... writes the schedule itself as a CSV file" if path.suffix.lower() == ".csv" else ""
+            raise ConfigError(f"out={str(path)!r}: expected a name that ends with {' or '.join(FORMATS)}{hint}")
         if not path.parent.is_dir():
             raise ConfigError(f"out={str(path)!r}: there is no directory {str(path.parent)!r}")
         if path.suffix.lower() == ".svg":

@@ -118,4 +118,7 @@ def given_schedule(setting: Any) -> Any:
     if not path.is_file():
         beside = path.parent.glob("*.csv") if path.parent.is_dir() else ()
         raise unknown_schedule(setting, sorted(str(one) for one in beside))
-    return load_schedule(path)
+    try:
+        return load_schedule(path)
+    except ConfigError as error:
+        raise ConfigError(f"pipeline_schedule={str(setting)!r}: {error}") from error
