@@ -9,6 +9,9 @@ import pytest
 from pool import RankPool
 
 SECOND_CASES = {
+    "test_whole_zoo_on_ranks.py": [
+        "test_kinds[pp2]",
+    ],
     "test_adapters.py": [
         "test_compiled_blocks[CompiledAot-tp2]",
         "test_frozen_and_adapted[Filtered-tp2]",
@@ -140,6 +143,7 @@ SECOND_CASES = {
         "test_llama[dp2_tp2_zero1]",
     ],
     "test_pretrain.py": [
+        "test_a_run_and_its_continuation_on_another_layout",
         "test_a_sweep_runs_each_job_once_in_a_folder_of_its_own",
     ],
     "test_recipe.py": [
@@ -147,6 +151,7 @@ SECOND_CASES = {
         "test_killed_and_resumed_on_another_layout[single-0-dp2_tp2]",
     ],
     "test_resume.py": [
+        "test_resume_on_another_layout[pp2-tp2_sp-5]",
         "test_a_plain_lightning_file_goes_on_with_its_optimizer[dp2_zero1]",
         "test_resume_on_another_layout[dp2_zero1-pp2-8]",
         "test_resume_on_another_layout[single-tp2_pp2-3]",
@@ -154,6 +159,7 @@ SECOND_CASES = {
         "test_resume_on_another_layout[tp2_sp-single-8]",
     ],
     "test_scripts.py": [
+        "test_export_opens_in_plain_lightning",
         "test_callbacks_and_loggers_as_in_plain_lightning",
     ],
     "test_sharded_attention.py": [
@@ -165,6 +171,7 @@ SECOND_CASES = {
         "test_theorems[4]",
     ],
     "test_stopped_by_a_signal.py": [
+        "test_under_an_agent[agent-validation_step]",
         "test_under_our_launcher[3-validation_step-single]",
         "test_under_our_launcher[group-on_save_checkpoint-dp2]",
     ],

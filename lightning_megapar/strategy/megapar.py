@@ -282,7 +282,7 @@ class MegaParStrategy(StepStrategy):
         rows = first.peek(1, limit=TRIAL_SAMPLES)
         if rows is None:
             return "no samples could be taken beside the loader's own iteration"
-        return runs_of_step(step_name(trainer), rows)
+        return runs_of_step(step_name(trainer), rows, trainer)
 
     def _make_stepper(self) -> Stepper:
         module = self.lightning_module

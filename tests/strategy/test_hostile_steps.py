@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import hostile
@@ -12,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from hostile import Net
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
 from pool import RankError, RankPool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -290,6 +294,41 @@ class Teacher(Net):
 def test_a_teacher_is_cut_as_its_student(pool: RankPool) -> None:
     expected = hostile.fit(hostile.PLAIN, Teacher)
     hostile.agree(pool.run(hostile.fit, 2, "tp2", Teacher, mode="trainer"), expected)
+
+
+class LooksAtItsTrainer(Net):
+    """Its rate, its trainer's counts, a logger's own face; and it sets something there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.trainer.looked_at = True  # type: ignore[attr-defined]
+        self.logger.experiment.log_metrics({"epochs": float(self.trainer.max_epochs or 0)}, self.global_step)  # type: ignore[union-attr]
+        return loss + 0.0 * self.trainer.world_size
+
+
+def fit_and_see(layout: str, root: str) -> dict[str, Any]:
+    seen = Cut()
+    logger = CSVLogger(root, version=f"{layout}-{os.environ.get('RANK', 0)}")
+    result = hostile.fit(layout, LooksAtItsTrainer, callbacks=[seen], logger=logger, log_every_n_steps=1)
+    return {**result, "cut": seen.cut}
+
+
+class Cut(Callback):
+    cut = False
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.cut = bool(getattr(getattr(trainer.strategy, "prepared", None), "is_cut", True))
+        assert not hasattr(trainer, "looked_at"), "of the trial"
+
+
+def test_a_step_that_looks_at_its_trainer_is_cut(pool: RankPool, tmp_path: Path) -> None:
+    expected = fit_and_see(hostile.PLAIN, str(tmp_path))
+    hostile.agree(pool.run(fit_and_see, 2, "tp2", str(tmp_path), mode="trainer"), expected)
+    rows = next(tmp_path.rglob("tp2-0/metrics.csv")).read_text().splitlines()
+    assert len([row for row in rows[1:] if row.startswith("2.0") or ",2.0" in row]) == 8, (
+        "one for each step, none of a trial"
+    )
 
 
 def test_batches_are_copied_whole_or_leaf_by_leaf() -> None:

@@ -24,6 +24,7 @@ from lightning_megapar.generators import seed_generators
 from lightning_megapar.sharding.blueprint import record_blueprints
 from lightning_megapar.sharding.chooser.trial import Run
 from lightning_megapar.sharding.initialise import initialise_by_name
+from lightning_megapar.trees import of_tree, tree_of
 
 _COLLECTIVES = (
     "all_reduce",
@@ -84,7 +85,6 @@ def stand_alone(module: nn.Module, stack: str | None, styles: Mapping[str, str] 
         initialise_by_name(twin, seed=0, blueprints=record_blueprints(twin))
     twin = twin.to("cpu")  # in the modes in which the modules are: what one does in training only is tried as well
     _without_dropout(twin)
-    _detach_from_trainer(twin, module)
     return twin
 
 
@@ -116,32 +116,38 @@ def _without_dropout(module: nn.Module) -> None:
                 vars(child)[name] = 0.0
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+class _TrialTrainer:
+    """A trainer as a step meets it in a trial: what it sets is forgotten, nothing is logged, an optimizer is there."""
+
+    def __init__(self, trainer: Any) -> None:
+        tree = tree_of(trainer)
+        nowhere = of_tree(tree, "loggers.logger", "DummyLogger")()
+        vars(self).update(
+            _real=trainer,
+            logger=nowhere,
+            loggers=[nowhere],
+            optimizers=trainer.optimizers or [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)],
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_real"], name)
 
 
-def _detach_from_trainer(twin: nn.Module, module: nn.Module) -> None:
-    if not hasattr(type(module), "training_step"):
-        return
-    trainer = vars(module).get("_trainer")
-    object.__setattr__(twin, "_trainer", trainer)  # a copy has none
-    for name in ("log", "log_dict"):
-        object.__setattr__(twin, name, _nothing)
-
-
-def runs_of_step(step: str, batch: Any) -> list[Run]:
+def runs_of_step(step: str, batch: Any, trainer: Any = None) -> list[Run]:
     """Two runs of a module's own step, on batches of different shapes.
 
     Args:
         step: name of the method, such as ``"training_step"``.
         batch: of at least two samples where it can be cut, else it is used twice.
+        trainer: what the step finds in ``self.trainer``, apart from loggers and optimizers.
     """
     pieces = [piece for piece, _ in split_batch(batch, 2)]
     batches = [batch, pieces[0]] if len(pieces) == 2 else [batch]
-    return [_run_of(step, one) for one in batches]
+    around = None if trainer is None else _TrialTrainer(trainer)
+    return [_run_of(step, one, around) for one in batches]
 
 
-def _run_of(step: str, batch: Any) -> Run:
+def _run_of(step: str, batch: Any, trainer: Any) -> Run:
     def run(module: nn.Module) -> Tensor:
         dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
@@ -150,6 +156,8 @@ def _run_of(step: str, batch: Any) -> Run:
                 return leaf
             return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
+        if trainer is not None:
+            object.__setattr__(module, "_trainer", trainer)  # a copy has none
         logged: list[Any] = []
         if hasattr(module, "log"):
             object.__setattr__(module, "log", lambda name, value, *a, **k: logged.append(value))
