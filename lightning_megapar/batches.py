@@ -28,26 +28,34 @@ _COMPARED = 32  # tensors of a nest
 
 @torch.no_grad()
 def fingerprint(nest: Any, device: torch.device) -> Tensor:
-    """Three float64 numbers that tell nests apart, from a sample of the elements of their first tensors.
+    """:data:`MARKS` float64 numbers that tell nests apart, from a sample of the elements of their first tensors.
 
     Each tensor counts alike, whatever its size and its numbers' size: where its elements lie between all negative and
     all positive, the logarithm of their mean size, and their number; each weighted by the tensor's place.
     """
-    marks = torch.zeros(MARKS, dtype=torch.float64, device=device)
-    for index, leaf in enumerate(_some_tensors(nest, _COMPARED), 1):
+    leaves = _some_tensors(nest, _COMPARED)
+    if not leaves:
+        return torch.zeros(MARKS, dtype=torch.float64, device=device)
+    sums, sizes = [], []
+    for leaf in leaves:
         picked = leaf.detach().reshape(-1)
         picked = picked[:: max(1, picked.numel() // 256)].to(device, torch.float64).nan_to_num(1.0, 2.0, 3.0)
         weights = torch.linspace(1.0, 2.0, picked.numel(), dtype=torch.float64, device=device)
-        size = (picked.abs() * weights).mean().clamp_min(1e-300)
-        marks += (
-            torch.stack([(picked * weights).mean() / size, size.log(), torch.full_like(size, leaf.numel())]) * index
-        )
-    return marks
+        sums.append(picked @ weights)
+        sizes.append(picked.abs() @ weights)
+    size = torch.stack(sizes).clamp_min(1e-300)
+    places = torch.arange(1.0, len(leaves) + 1, dtype=torch.float64, device=device)
+    marks = torch.stack([torch.stack(sums) / size, size.log()]) @ places
+    elements = sum(place * leaf.numel() for place, leaf in enumerate(leaves, 1))
+    return torch.cat([marks, marks.new_tensor([elements])])
 
 
 def alike(a: Sequence[float], b: Sequence[float], tolerance: float) -> bool:
-    """Whether two fingerprints are of nests that differ by no more than a relative ``tolerance`` of their elements."""
-    return a[2] == b[2] and all(abs(one - other) <= tolerance for one, other in zip(a[:2], b[:2]))
+    """Whether two fingerprints are of nests that differ by no more than a relative ``tolerance`` of their elements.
+
+    What follows the first two numbers must be equal.
+    """
+    return list(a[2:]) == list(b[2:]) and all(abs(one - other) <= tolerance for one, other in zip(a[:2], b[:2]))
 
 
 def _some_tensors(node: Any, limit: int) -> list[Tensor]:

@@ -121,15 +121,13 @@ def flush_files() -> None:
     A forked child sees only files of its own: what it inherited is frozen (:func:`gc.freeze`), and still its parent's
     to write.
     """
-    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
-    files = [found for found in gc.get_objects() if issubclass(type(found), kinds)]
-    for file in sorted(files, key=lambda file: not isinstance(file, io.TextIOWrapper)):  # text goes through bytes
+    # Archives write their directory when they are closed, and text goes through bytes.
+    archive = getattr(sys.modules.get("zipfile"), "ZipFile", io.TextIOWrapper)
+    order = (archive, io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
+    files: Any = [found for found in gc.get_objects() if issubclass(type(found), order)]
+    for file in sorted(files, key=lambda file: next(i for i, kind in enumerate(order) if isinstance(file, kind))):
         with contextlib.suppress(Exception):  # whatever somebody's file raises: the others have still to be written
-            file.flush()
-    archive = getattr(sys.modules.get("zipfile"), "ZipFile", ())  # its directory is written when it is closed
-    for found in [found for found in gc.get_objects() if issubclass(type(found), archive)] if archive else ():
-        with contextlib.suppress(Exception):
-            found.close()
+            file.close() if hasattr(file, "writestr") else file.flush()
 
 
 def close_stdin() -> None:

@@ -40,7 +40,7 @@ class StepContractError(RuntimeError):
     """The user's step returned something that a pipelined or data-parallel step cannot use."""
 
 
-class PartsWatch(Protocol):
+class Watch(Protocol):
     """What a step does with pieces of sharded layers: a :class:`~lightning_megapar.sharding.watch.PartsWatch`."""
 
     def looking(self) -> AbstractContextManager[None]:
@@ -118,7 +118,7 @@ class StepperBase:
         streams: RandomStreams | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         buffers: Callable[[], Mapping[str, Tensor]] = dict,
-        parts: PartsWatch | None = None,
+        parts: Watch | None = None,
         is_cut: bool = False,
     ) -> None:
         self.mesh = mesh
@@ -241,10 +241,8 @@ class StepperBase:
         if kind not in self._compared:
             self._compared.add(kind)
             marks: list[Any] = [None] * self.mesh.layout.world_size
-            dist.all_gather_object(marks, (pieces, mark.tolist()))
-            data_ranks = [self.mesh.layout.coordinates(r)["data"] for r in range(len(marks))]
-            refuse_unlike_batches([[0.0, 0.0, count] for count, _ in marks], data_ranks)
-            refuse_unlike_batches([value for _, value in marks], data_ranks)
+            dist.all_gather_object(marks, [*mark.tolist(), pieces])
+            refuse_unlike_batches(marks, [self.mesh.layout.coordinates(r)["data"] for r in range(len(marks))])
         return mark
 
     def _rehearse(self, kind: str, step: Callable[[Any], Any], pieces: Sequence[tuple[Any, int]], results: Any) -> None:
@@ -295,16 +293,22 @@ class StepperBase:
             StepContractError: the same on every rank.
         """
         step = f"{'training' if kind == 'train' else kind}_step"
-        if kind == "predict" and any(not one.name for one in report.unlike):
+        if kind == "predict" and report.outputs_unlike:
             raise StepContractError(
                 f"predict_step returned other values on each of the tensor ranks, which share their samples: {REMEDY}"
             )
         if self.mesh.rank == 0:
-            tell_unlike(report.unlike, self._told, step)
+            tell_unlike(report.unlike, self._told)
+            if report.outputs_unlike and step not in self._told:
+                self._told.add(step)
+                warnings.warn(
+                    f"{step} returned different values on tensor ranks that share their samples. Unless it is a figure "
+                    f"of each rank, such as a time, {REMEDY}. What the first of them has is not the whole",
+                    stacklevel=2,
+                )
 
-    def _tell_news_of_parts(self) -> None:
-        """Warn of what the training step has begun to do inside sharded regions."""
-        news = self.parts.news() if self.parts is not None else {}
+    def _tell_news(self, news: Mapping[str, str]) -> None:
+        """Warn of what the training step has begun to do inside sharded regions; see :meth:`Watch.news`."""
         if news and self.mesh.coordinate("data") == self.mesh.coordinate("tensor") == 0:
             shown = ", ".join(f"{name} (a piece of {path!r})" for name, path in sorted(news.items()))
             warnings.warn(

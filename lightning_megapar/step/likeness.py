@@ -28,28 +28,33 @@ OUTPUT_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Unlike:
-    """What two tensor ranks have differently.
+    """What two tensor ranks have logged differently.
 
     Args:
-        name: as logged; ``""`` for what the step returned.
+        name: as logged.
         first, other: on the first tensor rank and on another one.
     """
 
-    name: str = ""
-    first: float = 0.0
-    other: float = 0.0
+    name: str
+    first: float
+    other: float
 
 
-def unlike(a: float, b: float, dtype: torch.dtype | None) -> bool:
-    """Whether two ranks' values differ by more than rounding explains.
+def tolerance_of(dtype: torch.dtype | None) -> float:
+    """Relative difference that rounding may explain; a number's dtype is unknown, and counts as float32."""
+    return TOLERANCE.get(dtype or torch.float32, TOLERANCE[torch.float32])
+
+
+def unlike(first: Tensor, other: Tensor, tolerance: Tensor) -> Tensor:
+    """Where two ranks' values differ by more than rounding explains.
 
     Args:
-        a, b: values.
-        dtype: in which they were computed, ``None`` where nobody knows: then as float32.
+        first, other: float64, of shapes that broadcast; a NaN is like a NaN only.
+        tolerance: relative.
     """
-    if a != a or b != b:
-        return (a != a) != (b != b)
-    return abs(a - b) > TOLERANCE.get(dtype or torch.float32, TOLERANCE[torch.float32]) * max(abs(a), abs(b))
+    finite = first.isfinite() & other.isfinite()
+    apart = (first - other).abs() > tolerance * torch.maximum(first.abs(), other.abs())
+    return torch.where(finite, apart, (first != other) & ~(first.isnan() & other.isnan()))
 
 
 def state_of(metric: Metric, device: torch.device) -> Tensor:
@@ -63,24 +68,20 @@ def state_of(metric: Metric, device: torch.device) -> Tensor:
     return total
 
 
-def tell_unlike(found: Iterable[Unlike], told: set[str], step: str) -> None:
+def tell_unlike(found: Iterable[Unlike], told: set[str]) -> None:
     """Warn once of each name.
 
     Args:
         found: of one step.
         told: names that have been told of; changed.
-        step: the step's name.
     """
     for one in found:
-        if (key := one.name or step) in told:
+        if one.name in told:
             continue
-        told.add(key)
-        what = f"self.log({one.name!r}) got {one.first:.6g} and {one.other:.6g} on" if one.name else f"{step} returned"
-        what += "" if one.name else " other values on each of"
-        own = "self.log(..., rank_zero_only=True)" if one.name else "leave it out"
-        kept = "What the first of them has is logged." if one.name else "What the first of them has is not the whole."
+        told.add(one.name)
         warnings.warn(
-            f"{what} tensor ranks that share their samples. Either it is a figure of each rank, such as a time: {own}. "
-            f"Or {REMEDY}. {kept}",
+            f"self.log({one.name!r}) got {one.first:.6g} and {one.other:.6g} on tensor ranks that share their samples. "
+            "Either it is a figure of each rank, such as a time: self.log(..., rank_zero_only=True). "
+            f"Or {REMEDY}. What the first of them has is logged.",
             stacklevel=2,
         )

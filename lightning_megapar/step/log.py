@@ -24,7 +24,7 @@ from torchmetrics import Metric
 from lightning_megapar.batches import MARKS, alike, fingerprint, refuse_unlike_batches
 from lightning_megapar.mesh import ParallelMesh, all_gather_single
 from lightning_megapar.pipeline.cutting.away import Away, present
-from lightning_megapar.step.likeness import OUTPUT_TOLERANCE, Unlike, state_of, unlike
+from lightning_megapar.step.likeness import OUTPUT_TOLERANCE, Unlike, state_of, tolerance_of, unlike
 
 _BATCH, _OUTPUT = 6, 6 + MARKS  # after flag, signature, entries, loss sum, loss weight, capacity wanted
 _FIXED = 6 + 2 * MARKS
@@ -146,7 +146,8 @@ class StepReport:
         flags: one number per rank.
         entries: descriptions in the order in which they were first logged.
         values, weights: reduced over microbatches and data ranks, per entry.
-        unlike: what tensor ranks that share their samples logged or returned differently.
+        unlike: what tensor ranks that share their samples logged differently.
+        outputs_unlike: whether such ranks returned different values from the step.
     """
 
     loss: float
@@ -156,6 +157,7 @@ class StepReport:
     values: tuple[float, ...]
     weights: tuple[float, ...]
     unlike: tuple[Unlike, ...] = ()
+    outputs_unlike: bool = False
 
 
 class LogExchange:
@@ -216,16 +218,16 @@ class LogExchange:
         if self.mesh.layout.world_size == 1:
             self._known[int(signature)] = entries
             return self._report([packet.tolist()], int(signature))
-        rows = self._gather(packet)
-        wanted = int(max(rows[r][5] for r in self._speakers))
+        table = self._gather(packet)
+        wanted = int(table[self._speakers, 5].max())
         if wanted > self._capacity:
             self._capacity = 2 * wanted
             wider = torch.zeros(_FIXED + _COLUMNS * self._capacity, dtype=packet.dtype, device=packet.device)
             wider[: packet.numel()] = packet
             self._pack_entries(wider, entries)
-            rows = self._gather(wider)
-        refuse_unlike_batches([row[_BATCH:_OUTPUT] for row in rows], self._data_ranks)
-        signatures = {int(rows[r][1]) for r in self._speakers}
+            table = self._gather(wider)
+        refuse_unlike_batches(table[:, _BATCH:_OUTPUT].tolist(), self._data_ranks)
+        signatures = set(table[self._speakers, 1].long().tolist())
         if len(signatures) > 1:
             raise RuntimeError(
                 f"data ranks logged different names in one step; this rank logged {[e.name for e in entries]}. "
@@ -238,24 +240,28 @@ class LogExchange:
             dist.broadcast_object_list(box, src=self._speakers[0])
             assert box[0] is not None
             self._known[key] = box[0]
-        report = self._report([rows[r] for r in self._speakers], key, tuple(row[0] for row in rows))
-        return replace(report, unlike=self._compare(rows, report.entries)) if self._compares else report
+        report = self._report(table[self._speakers].tolist(), key, tuple(table[:, 0].tolist()))
+        return self._compared(table, report) if self._compares else report
 
-    def _compare(self, rows: list[list[float]], entries: tuple[LogEntry, ...]) -> tuple[Unlike, ...]:
-        """Every rank comes to the same answer: it has seen all packets."""
+    def _compared(self, table: Tensor, report: StepReport) -> StepReport:
+        """The report with what tensor ranks have differently. Every rank comes to the same: it has seen all packets."""
+        peers = table[torch.tensor(self._peers)]  # (data, tensor, numbers)
+        spoken = peers[:, :1]
+        marks = peers[..., _OUTPUT:_FIXED]
+        outputs_unlike = any(
+            not alike(first, other, OUTPUT_TOLERANCE) for first, *others in marks.tolist() for other in others
+        )
+        columns = _FIXED + _COLUMNS * torch.arange(len(report.entries))
+        tolerances = torch.tensor([tolerance_of(entry.dtype) for entry in report.entries], dtype=table.dtype)
+        apart = unlike(spoken[..., columns + 2], peers[..., columns + 2], tolerances)
+        apart &= peers[..., 1:2] == spoken[..., 1:2]  # one that logged other names logs what only rank 0 does, or not
         found: dict[str, Unlike] = {}
-        for first, *others in self._peers:
-            spoken = rows[first]
-            for row in (rows[other] for other in others):
-                if not alike(spoken[_OUTPUT:_FIXED], row[_OUTPUT:_FIXED], OUTPUT_TOLERANCE):
-                    found.setdefault("", Unlike())
-                if row[1] != spoken[1]:
-                    continue  # it logged other names, for example what only rank 0 logs
-                for index, entry in enumerate(entries):
-                    at = _FIXED + _COLUMNS * index
-                    if not entry.options.get("rank_zero_only") and unlike(spoken[at + 2], row[at + 2], entry.dtype):
-                        found.setdefault(entry.name, Unlike(entry.name, spoken[at], row[at]))
-        return tuple(found.values())
+        for data, tensor, index in apart.nonzero().tolist():
+            entry, at = report.entries[index], columns[index]
+            if not entry.options.get("rank_zero_only"):
+                values = float(spoken[data, 0, at]), float(peers[data, tensor, at])
+                found.setdefault(entry.name, Unlike(entry.name, *values))
+        return replace(report, unlike=tuple(found.values()), outputs_unlike=outputs_unlike)
 
     def _pack(
         self,
@@ -289,11 +295,12 @@ class LogExchange:
             if self._compares:
                 packet[at + 2] = packet[at] if entry.metric is None else state_of(entry.metric, self.device)
 
-    def _gather(self, packet: Tensor) -> list[list[float]]:
+    def _gather(self, packet: Tensor) -> Tensor:
+        """Every rank's packet, (world, numbers), on the host."""
         world = self.mesh.layout.world_size
         out = torch.empty(world * packet.numel(), dtype=packet.dtype, device=packet.device)
         all_gather_single(out, packet)
-        return out.view(world, -1).tolist()
+        return out.view(world, -1).cpu()
 
     def _report(self, rows: list[list[float]], key: int, flags: tuple[float, ...] = ()) -> StepReport:
         entries = self._known[key]

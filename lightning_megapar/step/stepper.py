@@ -150,8 +150,8 @@ class Stepper(StepperBase):
                 self.streams.begin_backward(self.steps, microbatch)
 
         schedule = self._schedule(self.schedule, len(pieces))
-        watched = self.parts is not None and self.check_is_due
-        with self._keep_generators(), self.parts.looking() if self.parts and watched else nullcontext():
+        parts = self.parts if self.check_is_due else None
+        with self._keep_generators(), nullcontext() if parts is None else parts.looking():
             self.runtime.run(
                 schedule,
                 forward,
@@ -160,8 +160,8 @@ class Stepper(StepperBase):
                 before_backward=before_backward,
                 postponed=self.deferral,
             )
-        if watched:
-            self._tell_news_of_parts()
+        if parts is not None:
+            self._tell_news(parts.news())
         outputs = [by_microbatch[index] for index in sorted(by_microbatch)]  # a schedule may have another order
         if len(set(by_tokens)) > 1:
             raise StepContractError("training_step returned num_valid_tokens for some microbatches only")

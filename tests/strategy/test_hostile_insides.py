@@ -176,7 +176,7 @@ def test_what_is_alike_is_not_told_of(pool: RankPool, module: type[LightningModu
 
 def test_returned_values_are_told_of_once(pool: RankPool) -> None:
     [message], _ = pool.run(told, 2, "tp2", ReturnsIt, mode="trainer")
-    assert message.startswith("validation_step returned other values on each of tensor ranks")
+    assert message.startswith("validation_step returned different values on tensor ranks that share their samples")
 
 
 class KeepsTimes(Inside):
