@@ -21,7 +21,7 @@ SPLIT_HINT = (
 )
 
 
-MARKS = 3
+MARKS = 4
 """Numbers of a :func:`fingerprint`."""
 _COMPARED = 32  # tensors of a nest
 
@@ -31,7 +31,8 @@ def fingerprint(nest: Any, device: torch.device) -> Tensor:
     """:data:`MARKS` float64 numbers that tell nests apart, from a sample of the elements of their first tensors.
 
     Each tensor counts alike, whatever its size and its numbers' size: where its elements lie between all negative and
-    all positive, the logarithm of their mean size, and their number; each weighted by the tensor's place.
+    all positive, the logarithm of their mean size, and their number; each weighted by the tensor's place. Last comes
+    what rounding may change in the first two.
     """
     leaves = _some_tensors(nest, _COMPARED)
     if not leaves:
@@ -47,14 +48,22 @@ def fingerprint(nest: Any, device: torch.device) -> Tensor:
     places = torch.arange(1.0, len(leaves) + 1, dtype=torch.float64, device=device)
     marks = torch.stack([torch.stack(sums) / size, size.log()]) @ places
     elements = sum(place * leaf.numel() for place, leaf in enumerate(leaves, 1))
-    return torch.cat([marks, marks.new_tensor([elements])])
+    return torch.cat([marks, marks.new_tensor([elements, max(_rounding(leaf.dtype) for leaf in leaves)])])
 
 
-def alike(a: Sequence[float], b: Sequence[float], tolerance: float) -> bool:
+def _rounding(dtype: torch.dtype) -> float:
+    """Relative error of a mean over elements: between one rounding and the sum of many; integers may be thresholds."""
+    return torch.finfo(dtype).eps ** 0.75 if dtype.is_floating_point else 1e-3
+
+
+def alike(a: Sequence[float], b: Sequence[float], tolerance: float | None = None) -> bool:
     """Whether two fingerprints are of nests that differ by no more than a relative ``tolerance`` of their elements.
 
-    What follows the first two numbers must be equal.
+    Args:
+        a, b: of the nests; what follows the first two numbers must be equal.
+        tolerance: by default what rounding may change.
     """
+    tolerance = a[3] if tolerance is None else tolerance
     return list(a[2:]) == list(b[2:]) and all(abs(one - other) <= tolerance for one, other in zip(a[:2], b[:2]))
 
 

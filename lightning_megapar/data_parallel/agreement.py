@@ -82,8 +82,7 @@ def unlike_buffers(buffers: Mapping[str, Tensor], mesh: ParallelMesh) -> list[st
     for other in peers[1:]:
         for name in other.keys() | peers[0].keys():
             one, two = peers[0].get(name), other.get(name)
-            rounding = TOLERANCE.get(buffers[name].dtype, 1e-4) if name in buffers else 0.0
-            if one is None or two is None or one[0] != two[0] or not alike(one[1], two[1], rounding):
+            if one is None or two is None or one[0] != two[0] or not alike(one[1], two[1]):
                 names.add(name)
     everyone: list[list[str]] = [[] for _ in range(mesh.layout.world_size)]
     dist.all_gather_object(everyone, sorted(names))

@@ -22,9 +22,6 @@ REMEDY = (
     "block's output, or keep those layers whole: sharding_plan={'their.name': 'replicate', ...}, or 'off'"
 )
 
-OUTPUT_TOLERANCE = 1e-4
-"""Relative difference of what steps return that rounding may explain; tensor ranks compute it from the same numbers."""
-
 
 @dataclass(frozen=True)
 class Unlike:

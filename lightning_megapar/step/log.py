@@ -24,7 +24,7 @@ from torchmetrics import Metric
 from lightning_megapar.batches import MARKS, alike, fingerprint, refuse_unlike_batches
 from lightning_megapar.mesh import ParallelMesh, all_gather_single
 from lightning_megapar.pipeline.cutting.away import Away, present
-from lightning_megapar.step.likeness import OUTPUT_TOLERANCE, Unlike, state_of, tolerance_of, unlike
+from lightning_megapar.step.likeness import Unlike, state_of, tolerance_of, unlike
 
 _BATCH, _OUTPUT = 6, 6 + MARKS  # after flag, signature, entries, loss sum, loss weight, capacity wanted
 _FIXED = 6 + 2 * MARKS
@@ -248,9 +248,7 @@ class LogExchange:
         peers = table[torch.tensor(self._peers)]  # (data, tensor, numbers)
         spoken = peers[:, :1]
         marks = peers[..., _OUTPUT:_FIXED]
-        outputs_unlike = any(
-            not alike(first, other, OUTPUT_TOLERANCE) for first, *others in marks.tolist() for other in others
-        )
+        outputs_unlike = any(not alike(first, other) for first, *others in marks.tolist() for other in others)
         columns = _FIXED + _COLUMNS * torch.arange(len(report.entries))
         tolerances = torch.tensor([tolerance_of(entry.dtype) for entry in report.entries], dtype=table.dtype)
         apart = unlike(spoken[..., columns + 2], peers[..., columns + 2], tolerances)

@@ -71,6 +71,18 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class WideBlock(nn.Module):
+    """A residual block with something for tensor ranks to cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
 class Watch(Callback):
     """What a user's callback sees, and the whole weights at the end (on rank 0)."""
 

@@ -12,7 +12,9 @@ import torch
 from lightning.pytorch import LightningModule
 from pool import RankError, RankPool
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_megapar.batches import alike, fingerprint
 
@@ -263,6 +265,37 @@ def predict(layout: str) -> Any:
 def test_predictions_from_inside_are_refused(pool: RankPool) -> None:
     with pytest.raises(RankError, match="predict_step returned other values on each of the tensor ranks"):
         pool.run(predict, 2, "tp2", mode="trainer", timeout=60)
+
+
+class Attends(hostile.Net):
+    """transformers' Llama with its published plan: each rank has its own heads' attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
+        config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attn_implementation="eager")
+        self.model = LlamaForCausalLM(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.model(input_ids=batch, output_attentions=True, output_hidden_states=True)
+        return {"hidden": out.hidden_states, "logits": out.logits, "attentions": out.attentions}
+
+
+def attend(layout: str) -> Any:
+    words = torch.randint(0, 50, (8, 12), generator=torch.Generator().manual_seed(0))
+    trainer, module = hostile.trainer_for(layout, max_steps=1), Attends().double()
+    loader: DataLoader[Any] = DataLoader(words, batch_size=8)  # type: ignore[arg-type]
+    trainer.fit(module, loader)  # the plan is proven for its training
+    return trainer.predict(module, loader)
+
+
+def test_attentions_of_a_rank_s_heads_are_no_prediction(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="predict_step returned other values on each of the tensor ranks"):
+        pool.run(attend, 2, "tp2", mode="trainer", timeout=60)
 
 
 def test_buffers_from_inside_are_refused(pool: RankPool) -> None:

@@ -13,7 +13,7 @@ import hostile
 import numpy as np
 import pytest
 import torch
-from hostile import Net
+from hostile import Net, WideBlock
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from pool import RankError, RankPool
@@ -260,16 +260,6 @@ class UnlikeByHand(ClipsByHand):
 def test_unlike_losses_in_manual_optimization_are_refused(pool: RankPool) -> None:
     with pytest.raises(RankError, match="the 2 tensor ranks computed different losses"):
         pool.run(hostile.fit, 2, "tp2", UnlikeByHand, options={"sharding_plan": "off"}, mode="trainer", timeout=60)
-
-
-class WideBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(x)))
-        return out
 
 
 class Teacher(Net):
