@@ -69,6 +69,9 @@ class StepStrategy(StateStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._leave_if_requested()
+        if self._rebalancer is not None and not self.stepper.window_is_open:
+            with self.doing("rebalancing"):
+                self._rebalancer.between_steps()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
@@ -83,6 +86,9 @@ class StepStrategy(StateStrategy):
             self._leave_requested = self._leave_requested or self._preemption.is_set
             self._count_samples(trainer, batch_size_of(args[0]) or 1)
             return output
+        if self._rebalancer is not None:
+            self._rebalancer.before_step()
+        seen = self._is_seen("on_train_batch_end")
         result = self.stepper.train(
             lambda piece: module.training_step(piece, *args[1:], **kwargs),
             args[0],
@@ -90,9 +96,12 @@ class StepStrategy(StateStrategy):
             accumulate=trainer.accumulate_grad_batches,
             is_last_of_window=not self._accumulating,
             flag=float(self._preemption.is_set),
-            share=self._is_seen("on_train_batch_end"),
+            share=seen and self.layout.pipeline > 1,
+            collect=seen,
             nominal=getattr(trainer.train_dataloader, "batch_size", None),
         )
+        if self._rebalancer is not None:
+            self._rebalancer.after_step(result.samples)
         self._after_step(result)
         self._count_samples(trainer, result.samples)
         return result.output
@@ -111,7 +120,7 @@ class StepStrategy(StateStrategy):
         """Whether somebody's code gets a step's outputs: then every stage needs them, not only the last one."""
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
-        owners = (self.lightning_module, *trainer.callbacks) if self.layout.pipeline > 1 else ()
+        owners = (self.lightning_module, *trainer.callbacks) if self.layout.world_size > 1 else ()
         return any(
             not str(getattr(getattr(owner, hook, None), "__module__", "")).startswith((*PREFIXES, "lightning_megapar."))
             for owner in owners
@@ -134,7 +143,7 @@ class StepStrategy(StateStrategy):
             args[0],
             results=trainer._results,
             flag=float(self._preemption.is_set),
-            share=kind == "predict" or self._is_seen(f"on_{kind}_batch_end"),
+            share=kind == "predict" or (self.layout.pipeline > 1 and self._is_seen(f"on_{kind}_batch_end")),
             nominal=getattr(getattr(trainer, loaders), "batch_size", None),
             kind=kind,
         )

@@ -23,6 +23,7 @@ from lightning_megapar.pipeline.engine.exchange import (
     LocalBoundaries,
     LocalGradients,
 )
+from lightning_megapar.pipeline.engine.stopwatch import Stopwatch
 from lightning_megapar.pipeline.schedules import Action, Schedule
 
 ForwardStep = Callable[[int, int, Any], tuple[bool, Any]]
@@ -87,6 +88,8 @@ class PipelineRuntime:
         self.placement = mesh.placement
         self.spans: list[Span] | None = None
         """When it is a list, every action that has run is appended."""
+        self.stopwatch: Stopwatch | None = None
+        """Is told of every action, when there is one."""
         self._device = device
         self._holders = {k: (r, c) for r, row in enumerate(self.placement) for c, k in enumerate(row)}
         self._ends = [_Ends() for _ in self.placement[self.rank]]
@@ -99,6 +102,8 @@ class PipelineRuntime:
         """
         if self.spans is not None and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        if self.stopwatch is not None:
+            self.stopwatch.begin()
         return time.perf_counter()
 
     def _connect(self, mesh: ParallelMesh, device: torch.device) -> None:
@@ -219,6 +224,8 @@ class _Step:
             if index == last and self.before_last_backward is not None:
                 self.before_last_backward()
             start = self._do(action)
+            if self.runtime.stopwatch is not None:
+                self.runtime.stopwatch.note(action)
             if self.runtime.spans is not None:
                 self.runtime.spans.append(Span(action, start, self.runtime.now()))
             for sender in senders:
