@@ -215,9 +215,8 @@ class Rebalancer:
         self._learn(now, found)
         if self._sizes is not None and not self._sizes.is_settled and self._stepper.sharing.is_even:
             return self._sizes.next(now, self._samples, medians) if self._history.is_full else None
-        proposal = propose(now, found, self._levers)
-        wanted = proposal is not None and proposal.gain >= self._least_gain
-        self._agreed = self._agreed + 1 if wanted else 0
+        proposal = propose(now, found, self._levers, self._least_gain)
+        self._agreed = self._agreed + 1 if proposal is not None else 0
         if self._agreed < self.options.patience:
             return None
         self._agreed = 0

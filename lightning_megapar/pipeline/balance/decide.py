@@ -100,7 +100,8 @@ def move_layers(now: Situation, found: Estimate) -> Ranges:
 def share_microbatches(seconds: Callable[[int, int], float], total: int, replicas: int) -> tuple[int, ...]:
     """Whole microbatches for each replica, at least one, so that the slowest is done as early as possible.
 
-    One by one to whoever is then done first: exact, since a replica's time grows with its number.
+    One by one to whoever is then done first: exact, since a replica's time grows with its number. Of equals to the one
+    with fewer, so that little has to be sent.
 
     Args:
         seconds: of (replica, number of microbatches).
@@ -108,23 +109,43 @@ def share_microbatches(seconds: Callable[[int, int], float], total: int, replica
         replicas: how many.
     """
     shares = [1] * replicas
-    done = [(seconds(data, 2), data) for data in range(replicas)]
+    done = [(seconds(data, 2), 1, data) for data in range(replicas)]
     heapq.heapify(done)
     for _ in range(total - replicas):
-        _, data = heapq.heappop(done)
+        _, _, data = heapq.heappop(done)
         shares[data] += 1
-        heapq.heappush(done, (seconds(data, shares[data] + 1), data))
+        heapq.heappush(done, (seconds(data, shares[data] + 1), shares[data], data))
     return tuple(shares)
 
 
-def propose(now: Situation, found: Estimate, levers: Mapping[str, bool]) -> Proposal | None:
-    """The best change of those that are allowed; ``None`` when nothing is better than what is.
+def possible_gain(now: Situation, found: Estimate, levers: Mapping[str, bool]) -> float:
+    """No change of those that are allowed saves a larger share of the step: what layers and microbatches would give
+    that could be divided at will. Costs next to nothing, so that a simulation is only run where it can matter."""
+    stages, replicas = range(now.num_stages), range(len(now.shares))
+    pieces = found.pieces(now.ranges)
+    loads = [sum(pieces[k] for k in row) for row in now.placement]
+    slowest = [max(loads[rank] * found.slowness[rank, data] for rank in stages) for data in replicas]
+    present = max(count * seconds for count, seconds in zip(now.shares, slowest))
+    best = present
+    if levers.get("layers"):
+        speed = sum(1 / slowness for slowness in found.stage_slowness(now.num_stages))
+        best = min(best, max(now.shares) * sum(loads) / speed)
+    if levers.get("replicas"):
+        best = min(best, sum(now.shares) / sum(1 / seconds if seconds > 0 else 0.0 for seconds in slowest))
+    return 1 - best / present if present > 0 else 0.0
+
+
+def propose(now: Situation, found: Estimate, levers: Mapping[str, bool], least: float = 0.0) -> Proposal | None:
+    """The best change of those that are allowed; ``None`` when nothing saves enough.
 
     Args:
         now: how the work lies.
         found: what it costs.
         levers: ``"layers"`` and ``"replicas"``: whether they may be pulled.
+        least: share of the step's time that has to be saved.
     """
+    if possible_gain(now, found, levers) < least:
+        return None
     present = step_seconds(now, found, now.ranges, now.shares)
     options: list[tuple[float, Any]] = []
     if levers.get("layers"):
@@ -138,7 +159,8 @@ def propose(now: Situation, found: Estimate, levers: Mapping[str, bool]) -> Prop
     if not options:
         return None
     then, (lever, ranges, shares) = min(options, key=lambda option: option[0])
-    return Proposal(lever, ranges, shares, present, then) if then < present else None
+    best = Proposal(lever, ranges, shares, present, then)
+    return best if then < present and best.gain >= least else None
 
 
 def _even_times(now: Situation, found: Estimate) -> tuple[int, ...] | None:

@@ -41,14 +41,18 @@ class Estimate:
         """Of each pipeline rank the slowest of its replicas: the step waits for it."""
         return [max(s for (stage, _), s in self.slowness.items() if stage == rank) for rank in range(num_stages)]
 
+    def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[float]:
+        """Seconds of each virtual stage per microbatch, with what runs before and after the stack."""
+        pieces = [math.fsum(self.blocks[start:stop]) for start, stop in ranges]
+        pieces[0] += self.before
+        pieces[-1] += self.after
+        return pieces
+
     def costs(
         self, ranges: Sequence[tuple[int, int]], placement: Sequence[Sequence[int]], data_rank: int
     ) -> StageCosts:
         """For the simulator: seconds of each chunk of a replica, if the blocks lay like that."""
-        last = len(ranges) - 1
-        pieces = [math.fsum(self.blocks[start:stop]) for start, stop in ranges]
-        pieces[0] += self.before
-        pieces[last] += self.after
+        pieces = self.pieces(ranges)
         rows = [[pieces[k] * self.slowness[rank, data_rank] for k in row] for rank, row in enumerate(placement)]
         forward, inputs, weights = ([[share * cost for cost in row] for row in rows] for share in self.parts)
         return StageCosts(forward, inputs, weights)

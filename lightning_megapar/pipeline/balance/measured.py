@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 
 Place = tuple[int, int]
 """(pipeline rank, data rank)."""
@@ -79,15 +79,15 @@ class History:
         return len(self._steps) == self._steps.maxlen
 
     def medians(self) -> StepTimes:
-        """The median of each number over the steps that are kept."""
+        """The median of each number over the steps that are kept; of an even number of them the lower one."""
         return {place: _median([step[place] for step in self._steps]) for place in self._steps[-1]}
 
 
 def _median(times: Sequence[RankTimes]) -> RankTimes:
     def over(name: str) -> tuple[float, ...]:
-        return tuple(median(column) for column in zip(*(getattr(one, name) for one in times)))
+        return tuple(median_low(column) for column in zip(*(getattr(one, name) for one in times)))
 
-    blocks = {index: median(one.blocks.get(index, 0.0) for one in times) for index in times[-1].blocks}
+    blocks = {index: median_low(one.blocks.get(index, 0.0) for one in times) for index in times[-1].blocks}
     parts = over("forward"), over("backward_input"), over("backward_weight")
     return RankTimes(times[-1].microbatches, *parts, blocks)
 
