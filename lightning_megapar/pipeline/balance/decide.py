@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from operator import mul
 from typing import Any, Literal
 
 from lightning_megapar.config import ConfigError
@@ -119,20 +120,26 @@ def share_microbatches(seconds: Callable[[int, int], float], total: int, replica
 
 
 def possible_gain(now: Situation, found: Estimate, levers: Mapping[str, bool]) -> float:
-    """No change of those that are allowed saves a larger share of the step: what layers and microbatches would give
-    that could be divided at will. Costs next to nothing, so that a simulation is only run where it can matter."""
+    """About the largest share of a step that can be saved: by layers and microbatches that could be divided at will,
+    with a step that takes ``microbatches x slowest stage + the other stages once``. Costs next to nothing, so that
+    simulations are run only where they can matter.
+    """
     stages, replicas = range(now.num_stages), range(len(now.shares))
     pieces = found.pieces(now.ranges)
     loads = [sum(pieces[k] for k in row) for row in now.placement]
-    slowest = [max(loads[rank] * found.slowness[rank, data] for rank in stages) for data in replicas]
-    present = max(count * seconds for count, seconds in zip(now.shares, slowest))
+    taken = [[loads[rank] * found.slowness[rank, data] for rank in stages] for data in replicas]
+    slowest, ramps = [max(row) for row in taken], [sum(row) - max(row) for row in taken]
+    present = max(count * seconds + ramp for count, seconds, ramp in zip(now.shares, slowest, ramps))
+    if not min(slowest) > 0:
+        return 0.0
     best = present
     if levers.get("layers"):
         speed = sum(1 / slowness for slowness in found.stage_slowness(now.num_stages))
-        best = min(best, max(now.shares) * sum(loads) / speed)
+        best = min(best, (max(now.shares) + now.num_stages - 1) * sum(loads) / speed)
     if levers.get("replicas"):
-        best = min(best, sum(now.shares) / sum(1 / seconds if seconds > 0 else 0.0 for seconds in slowest))
-    return 1 - best / present if present > 0 else 0.0
+        rates = [1 / seconds for seconds in slowest]
+        best = min(best, (sum(now.shares) + sum(map(mul, ramps, rates))) / sum(rates))
+    return 1 - best / present
 
 
 def propose(now: Situation, found: Estimate, levers: Mapping[str, bool], least: float = 0.0) -> Proposal | None:
@@ -144,7 +151,7 @@ def propose(now: Situation, found: Estimate, levers: Mapping[str, bool], least: 
         levers: ``"layers"`` and ``"replicas"``: whether they may be pulled.
         least: share of the step's time that has to be saved.
     """
-    if possible_gain(now, found, levers) < least:
+    if possible_gain(now, found, levers) < least / 2:
         return None
     present = step_seconds(now, found, now.ranges, now.shares)
     options: list[tuple[float, Any]] = []
