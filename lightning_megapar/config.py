@@ -45,6 +45,7 @@ FOREIGN_NAMES: dict[str, str] = {
     "virtual_pipeline_model_parallel_size": "pipeline_chunks",
     "virtual_pipeline_parallel_size": "pipeline_chunks",
     "num_chunks": "pipeline_chunks",
+    "dynamic_balance": "rebalance",
 }
 """What the same thing is called in Megatron-LM, NeMo, DeepSpeed, torchtitan and nanotron."""
 
@@ -172,6 +173,8 @@ class ParallelConfig:
         cluster: description of devices and links (a mapping, or the path of a YAML file; see
             :class:`~lightning_megapar.planner.cluster.Cluster`), by which the chooser of a sharding plan takes the
             cheapest layout; ``None`` cuts whatever can be cut.
+        rebalance: what is done when a rank is slow: options of
+            :class:`~lightning_megapar.pipeline.balance.options.Rebalance`; ``None`` measures nothing.
 
     Raises:
         ConfigError: on any value outside its range, naming the setting, the value and the nearest valid ones.
@@ -193,6 +196,7 @@ class ParallelConfig:
     pipeline_split: tuple[int, ...] | None = None
     sharding_plan: Any = "auto"
     cluster: Any = None
+    rebalance: Any = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

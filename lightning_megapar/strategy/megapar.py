@@ -15,7 +15,7 @@ from lightning_megapar.checkpoint.hugging_face.reading import LoadFrom, check_lo
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.data_parallel.agreement import whole_buffers
 from lightning_megapar.launch import returns_to_caller
-from lightning_megapar.pipeline.balance.options import Rebalance, given_rebalance, usable
+from lightning_megapar.pipeline.balance.options import given_rebalance, usable
 from lightning_megapar.pipeline.schedules import given_schedule
 from lightning_megapar.sharding.choice import check_written_plan, given_plan
 from lightning_megapar.sharding.chooser.alone import runs_of_step
@@ -37,10 +37,8 @@ from lightning_megapar.strategy.limits import (
     refuse_modules,
     refuse_optimizers,
 )
-from lightning_megapar.strategy.prepare import PreparedModule, prepare_module
-from lightning_megapar.strategy.rebalancing import BalanceEvent, Rebalancer, refuse_rebalance
+from lightning_megapar.strategy.prepare import prepare_module
 from lightning_megapar.strategy.schedule_choice import keep_schedule, take_schedule
-from lightning_megapar.strategy.state_strategy import unwrapped
 from lightning_megapar.strategy.step_strategy import StepStrategy
 from lightning_megapar.strategy.whole_module import WholeModule
 from lightning_megapar.trees import register_strategy
@@ -125,10 +123,10 @@ class MegaParStrategy(StepStrategy):
             pipeline_split=pipeline_split,
             sharding_plan=sharding_plan,
             cluster=given_cluster(cluster),
+            rebalance=given_rebalance(rebalance),
         )
         given_plan(sharding_plan)  # refuse what cannot be read now, before any process exists
         super().__init__(config, timeout_seconds, process_group_backend, seed)
-        self.rebalance = given_rebalance(rebalance)
         self.pipeline_keep = dict(pipeline_keep or {})
         self.empty_init = empty_init
         self.load_from = check_load_from(load_from)
@@ -144,11 +142,6 @@ class MegaParStrategy(StepStrategy):
         Known from set-up on; ``yaml.safe_dump`` of it is a file for ``sharding_plan="plan.yaml"``.
         """
         return self.prepared.choice.plan.to_mapping()
-
-    @property
-    def balance_events(self) -> list[BalanceEvent]:
-        """Slow ranks that were found and moves that were made; see ``rebalance``."""
-        return list(self._events)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -175,7 +168,7 @@ class MegaParStrategy(StepStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        usable(self.rebalance, self.config, self.layout)  # refuse what cannot be, before any process exists
+        usable(self.config, self.layout)  # refuse what cannot be, before any process exists
 
     def setup_environment(self) -> None:
         module = self.lightning_module
@@ -212,7 +205,7 @@ class MegaParStrategy(StepStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        balance = usable(self.rebalance, self.config, self.layout)
+        balance = usable(self.config, self.layout)
         earlier = vars(module).get("_megapar_prepared")
         if earlier is None:
             refuse_modules(module, self.layout)  # what configure_model has built
@@ -293,40 +286,6 @@ class MegaParStrategy(StepStrategy):
         self._balance(balance if trainer.state.fn == TrainerFn.FITTING else None, trainer.callbacks)
         self.setup_precision_plugin()
 
-    def _balance(self, options: Rebalance | None, callbacks: Sequence[Any]) -> None:
-        """Keep the run that begins in balance, or not."""
-        if self._rebalancer is not None:
-            self._rebalancer.close()
-            self._rebalancer = None
-        if options is None:
-            return
-        refuse_rebalance(options, callbacks, self.prepared)
-        module = self.lightning_module
-        assert module is not None
-        self._rebalancer = Rebalancer(
-            options,
-            module,
-            self.mesh,
-            self.root_device,
-            self.order,
-            self.stepper,
-            self.prepared,
-            lambda: [unwrapped(one) for one in self.optimizers],
-            self.precision_plugin.convert_module,
-            self._take_over,
-        )
-        self._events = self._rebalancer.events
-
-    def _take_over(self, prepared: PreparedModule) -> None:
-        """Blocks were moved: this is what the rank holds now."""
-        module = self.lightning_module
-        assert module is not None
-        self._prepared = prepared
-        object.__setattr__(module, "_megapar_prepared", prepared)
-        parts = PartsWatch(module) if prepared.is_cut else None
-        self.stepper.adopt(prepared.parameters, prepared.cut, parts, prepared)
-        self._print_stages()
-
     def _trial_runs(self, trainer: Any, first: FirstBatch) -> list[Run] | str:
         """The module's own step on a few samples of the run's data, or why there is none."""
         assert self.lightning_module is not None
@@ -357,18 +316,6 @@ class MegaParStrategy(StepStrategy):
             parts=PartsWatch(module) if self.prepared.is_cut else None,
             is_cut=self.prepared.is_cut,
         )
-
-    def _print_stages(self) -> None:
-        plan = self.prepared.plan
-        if plan is None or not self.is_global_zero:
-            return
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table("stage", "blocks", "parameters", title="pipeline stages")
-        for row in plan.rows():
-            table.add_row(*row)
-        Console().print(table)
 
     def _print_plan(self, module: Any) -> None:
         """What is sharded how on all stages; collective over the stages."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,13 @@ from lightning_megapar.data.sampler import ResumableSampler
 from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm, torch_norms_are_global
 from lightning_megapar.launch import shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
+from lightning_megapar.pipeline.balance.options import Rebalance
+from lightning_megapar.sharding.watch import PartsWatch
 from lightning_megapar.step.log import replay
 from lightning_megapar.step.stepper import StepContractError, StepResult
 from lightning_megapar.strategy.loaders import prepare_loader, same_on_all_ranks
+from lightning_megapar.strategy.prepare import PreparedModule
+from lightning_megapar.strategy.rebalancing import BalanceEvent, Rebalancer, refuse_rebalance
 from lightning_megapar.strategy.state_strategy import StateStrategy, unwrapped
 from lightning_megapar.trees import PREFIXES, of_tree, tree_of
 
@@ -246,6 +250,59 @@ class StepStrategy(StateStrategy):
             clip_by_value(parameters, clip_val)
         else:
             clip_by_norm(parameters, gradient_norm(parameters, self.mesh), clip_val)
+
+    # -- balance --------------------------------------------------------------------------------------------------------
+
+    @property
+    def balance_events(self) -> list[BalanceEvent]:
+        """Slow ranks that were found and moves that were made; see ``rebalance``."""
+        return list(self._events)
+
+    def _balance(self, options: Rebalance | None, callbacks: Sequence[Any]) -> None:
+        """Keep the run that begins in balance, or not."""
+        if self._rebalancer is not None:
+            self._rebalancer.close()
+            self._rebalancer = None
+        if options is None:
+            return
+        refuse_rebalance(options, callbacks, self.prepared)
+        module = self.lightning_module
+        assert module is not None
+        self._rebalancer = Rebalancer(
+            options,
+            module,
+            self.mesh,
+            self.root_device,
+            self.order,
+            self.stepper,
+            self.prepared,
+            lambda: [unwrapped(one) for one in self.optimizers],
+            self.precision_plugin.convert_module,
+            self._take_over,
+        )
+        self._events = self._rebalancer.events
+
+    def _take_over(self, prepared: PreparedModule) -> None:
+        """Blocks were moved: this is what the rank holds now."""
+        module = self.lightning_module
+        assert module is not None
+        self._prepared = prepared
+        object.__setattr__(module, "_megapar_prepared", prepared)
+        parts = PartsWatch(module) if prepared.is_cut else None
+        self.stepper.adopt(prepared.parameters, prepared.cut, parts, prepared)
+        self._print_stages()
+
+    def _print_stages(self) -> None:
+        plan = self.prepared.plan
+        if plan is None or not self.is_global_zero:
+            return
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("stage", "blocks", "parameters", title="pipeline stages")
+        for row in plan.rows():
+            table.add_row(*row)
+        Console().print(table)
 
     # -- collectives of the user's in a step -------------------------------------------------------------------------
 

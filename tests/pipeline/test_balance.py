@@ -264,10 +264,9 @@ def test_wrong_options(value: Any, text: str) -> None:
 )
 def test_levers_that_a_layout_has_not(value: Any, options: Any, layout: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        usable(given_rebalance(value), ParallelConfig(**options), Layout(**layout))
+        usable(ParallelConfig(rebalance=value, **options), Layout(**layout))
 
 
 def test_only_the_levers_that_a_layout_has() -> None:
-    found = usable(Rebalance(), ParallelConfig(), Layout(pipeline=2))
-    assert found == Rebalance(replicas=False)
-    assert usable(Rebalance(), ParallelConfig(), Layout()) is None
+    assert usable(ParallelConfig(rebalance=True), Layout(pipeline=2)) == Rebalance(replicas=False)
+    assert usable(ParallelConfig(rebalance=True), Layout()) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -91,7 +91,7 @@ def given_rebalance(value: Any) -> Rebalance | None:
     if isinstance(value, Mapping):
         refuse_unknown("rebalance", value, [field.name for field in fields(Rebalance)])
         return Rebalance(**value)
-    names = [value] if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else None
+    names = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else None
     if not names or not all(isinstance(name, str) for name in names):
         raise ConfigError(
             f"rebalance={value!r}: expected null, true, one or several of {', '.join(LEVERS)}, or a mapping of options"
@@ -104,14 +104,15 @@ def given_rebalance(value: Any) -> Rebalance | None:
     return Rebalance(**{lever: lever in names for lever in LEVERS})
 
 
-def usable(options: Rebalance | None, config: ParallelConfig, layout: Layout) -> Rebalance | None:
-    """The options with the levers that a layout has; ``None`` when there is nothing to balance.
+def usable(config: ParallelConfig, layout: Layout) -> Rebalance | None:
+    """The settings' options with the levers that a layout has; ``None`` when there is nothing to balance.
 
     ``rebalance=True`` on a layout without stages or replicas does nothing; a lever that is named alone must be there.
 
     Raises:
         ConfigError: for levers that cannot be right with the other settings, with what to change.
     """
+    options = given_rebalance(config.rebalance)
     if options is None or layout.world_size == 1:
         return None
     microbatches = config.microbatches(layout)
