@@ -251,7 +251,7 @@ class StepStrategy(StateStrategy):
         else:
             clip_by_norm(parameters, gradient_norm(parameters, self.mesh), clip_val)
 
-    # -- balance --------------------------------------------------------------------------------------------------------
+    # -- balance -------------------------------------------------------------------------------------------------------
 
     @property
     def balance_events(self) -> list[BalanceEvent]:

@@ -121,15 +121,15 @@ class Move(Callback):
 
 def fit(layout: str, module: type[Net] = Stack, ranges: Any = None, **options: Any) -> dict[str, Any]:
     """As :func:`hostile.fit`, with the moves that were made and the blocks that each rank held in each step."""
-    names = ("accumulate_grad_batches", "gradient_clip_val", "max_epochs", "validate", "ckpt_path")
+    names = ("accumulate_grad_batches", "gradient_clip_val", "max_epochs", "validate", "ckpt_path", "precision")
     kwargs = {name: options.pop(name) for name in names if name in options}
-    save = options.pop("save", None)
+    save, more = options.pop("save", None), options.pop("more", [])
     train = hostile.loader(layout) if options.pop("samples", False) else sentences()
     if layout == hostile.PLAIN:
         return hostile.fit(layout, module, train=train, options=options, **kwargs)
     options = {"rebalance": {"min_gain": 0.9, "replicas": False}, **options}
     move = Move(ranges or {}, save)
-    result = hostile.fit(layout, module, train=train, callbacks=[move], options=options, **kwargs)
+    result = hostile.fit(layout, module, train=train, callbacks=[move, *more], options=options, **kwargs)
     move.events = [event.kind for event in move.strategy.balance_events if event.kind != "slow"]
     return {**result, "_moves": move.events, "_held": move.held, "_cut": move.strategy.prepared.is_cut}
 
