@@ -53,8 +53,8 @@ class MegaParStrategy(StepStrategy):
     Args:
         tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size,
         data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_memory_limit,
-        pipeline_chunks, pipeline_blocks, pipeline_stack, pipeline_split, sharding_plan, cluster: see
-            :class:`~lightning_megapar.config.ParallelConfig`. Every size may be ``"auto"``; ``pipeline_schedule`` is
+        pipeline_chunks, pipeline_blocks, pipeline_stack, pipeline_split, pipeline_balance_by, sharding_plan, cluster:
+            see :class:`~lightning_megapar.config.ParallelConfig`. Every size may be ``"auto"``; ``pipeline_schedule`` is
             a name, ``"auto"``, a :class:`~lightning_megapar.pipeline.schedules.data.Schedule`, or the path of a CSV
             file with one (:mod:`lightning_megapar.pipeline.schedules.files`).
         pipeline_keep: module name -> ``"first"``, ``"last"`` or ``"all"``: where a module beside the pipelined stack
@@ -93,6 +93,7 @@ class MegaParStrategy(StepStrategy):
         pipeline_blocks: str | None = None,
         pipeline_stack: str | None = None,
         pipeline_split: Any = None,
+        pipeline_balance_by: Any = "parameters",
         pipeline_keep: Mapping[str, str] | None = None,
         sharding_plan: Any = "auto",
         cluster: Any = None,
@@ -121,6 +122,7 @@ class MegaParStrategy(StepStrategy):
             pipeline_blocks=pipeline_blocks,
             pipeline_stack=pipeline_stack,
             pipeline_split=pipeline_split,
+            pipeline_balance_by=pipeline_balance_by,
             sharding_plan=sharding_plan,
             cluster=given_cluster(cluster),
             rebalance=given_rebalance(rebalance),

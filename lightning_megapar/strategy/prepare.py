@@ -159,7 +159,13 @@ def prepare_module(
     if pipeline > 1:
         named: dict[str, Any] = {"stack": config.pipeline_blocks, "split": config.pipeline_split}
         survey = None if trial is None else _survey(module, pipeline * config.chunks, trial, convert, named)
-        plan = plan_stages(module, mesh.placement, keep=keep, survey=survey, **named)
+        by = config.pipeline_balance_by
+        if by == "flops" and survey is None and config.pipeline_split is None:
+            raise ConfigError(
+                "pipeline_balance_by='flops' needs a run of the step on the first batch, which could not be made here; "
+                "valid: 'parameters', or pipeline_split=[...]"
+            )
+        plan = plan_stages(module, mesh.placement, keep=keep, survey=survey, by=by, **named)
     if mesh.layout.world_size > 1:
         _take_values_of_rank_zero(module, device, loaded)
     spares = Spares.record(module, plan) if movable and plan is not None else None
