@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megapar.data_parallel.parameters import local_tensor
 from lightning_megapar.layers.collectives import TensorRanks
@@ -30,7 +31,8 @@ from lightning_megapar.strategy.prepare import PreparedModule, keyed_blocks, rec
 
 PROBE_BYTES = 4 * 2**20
 
-_PLAIN = (type(None), bool, int, float, str)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 @dataclass(frozen=True)
@@ -211,11 +213,20 @@ def _packed(part: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         "buffers": {
             path: {name: local_tensor(b) for name, b in child._buffers.items()} for path, child in part.named_modules()
         },
-        "plain": {
-            path: {k: v for k, v in vars(child).items() if isinstance(v, _PLAIN) and k != "_compiled_call_impl"}
+        "unsaved": {path: sorted(child._non_persistent_buffers_set) for path, child in part.named_modules()},
+        "attributes": {
+            path: {k: v for k, v in vars(child).items() if k not in _OF_EVERY_MODULE and _travels(v)}
             for path, child in part.named_modules()
         },
     }
+
+
+def _travels(value: Any) -> bool:
+    """Whether an attribute is numbers, words and tensors; other objects are constant, and each stage has its own."""
+    return all(
+        isinstance(leaf, (*_PLAIN, Tensor)) and not isinstance(leaf, (nn.Parameter, DTensor))
+        for leaf in tree_leaves(value)
+    )
 
 
 def _sent(value: Any) -> tuple[Any, str]:
@@ -314,13 +325,14 @@ def _rebuilt(
 
 @torch.no_grad()
 def _fill(part: nn.Module, nest: Mapping[str, Any], optimizers: Sequence[Optimizer], device: torch.device) -> None:
-    for path, values in nest["plain"].items():
-        child = part.get_submodule(path)
-        vars(child).update({key: value for key, value in values.items() if vars(child).get(key) != value})
+    for path, values in nest["attributes"].items():
+        own = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, values)
+        vars(part.get_submodule(path)).update(own)
     for path, values in nest["buffers"].items():
         child = part.get_submodule(path)
         for name, value in values.items():
             child._buffers[name] = None if value is None else _like(value, child._buffers.get(name))
+        child._non_persistent_buffers_set.update(nest["unsaved"][path])
     for name, parameter in part.named_parameters():
         _set(parameter, nest["parameters"][name])
         parameter.requires_grad_(nest["trained"][name])

@@ -36,12 +36,17 @@ Order = Proposal | int
 """What the first rank wants done: a proposal, or a number of microbatches."""
 
 
-def refuse_rebalance(options: Rebalance, callbacks: Iterable[Any], prepared: PreparedModule) -> None:
-    """Refuse what cannot follow a block to another stage.
+def refuse_rebalance(module: Any, options: Rebalance, callbacks: Iterable[Any], prepared: PreparedModule) -> None:
+    """Refuse what cannot be measured, and what cannot follow a block to another stage.
 
     Raises:
-        ConfigError: naming the callback, or the module that was cut without knowing of it.
+        ConfigError: naming the callback, or what the module does.
     """
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"rebalance needs automatic optimization: {type(module).__name__} sets automatic_optimization=False and "
+            "steps by itself, so that its batches are not cut into microbatches; valid: rebalance=null"
+        )
     if not options.layers:
         return
     averaging = averaging_callbacks(callbacks)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torchmetrics import Metric
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.pipeline.cutting.stages import StagePlan
@@ -36,7 +37,7 @@ class Spares:
 
         Raises:
             ConfigError: for blocks that cannot be moved: those that share a parameter with something else, that are
-                there twice, that are compiled, or that cannot be copied.
+                there twice, that are compiled, that hold metrics, or that cannot be copied.
         """
         groups = [(name, *beside) for name, beside in zip(plan.blocks, plan.beside)]
         _refuse_shared(module, groups)
@@ -48,6 +49,11 @@ class Spares:
                 raise ConfigError(
                     f"rebalance: block {name!r} is compiled, and a compiled block cannot be moved to another stage; "
                     "valid: rebalance=replicas, rebalance=null, or blocks that are not compiled"
+                )
+            if any(isinstance(child, Metric) for child in part.modules()) and any(name in group for group in groups):
+                raise ConfigError(
+                    f"rebalance: block {name!r} holds a torchmetrics object, whose sums do not move with it; valid: "
+                    "rebalance=replicas, rebalance=null, or metrics in the LightningModule itself"
                 )
             try:
                 spares[name] = on_meta(part, _hook_functions(part))

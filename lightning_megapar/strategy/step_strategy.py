@@ -265,9 +265,9 @@ class StepStrategy(StateStrategy):
             self._rebalancer = None
         if options is None:
             return
-        refuse_rebalance(options, callbacks, self.prepared)
         module = self.lightning_module
         assert module is not None
+        refuse_rebalance(module, options, callbacks, self.prepared)
         self._rebalancer = Rebalancer(
             options,
             module,

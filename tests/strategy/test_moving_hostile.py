@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from pool import RankError, RankPool
 from test_moving import Rows, agree, fit
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 FOUR_BLOCKS = {0: ((0, 1), (1, 4)), 1: ((0, 3), (3, 4)), 2: ((0, 2), (2, 4))}
 
@@ -21,8 +22,8 @@ class Validated(Rows):
     """Validation between the moves, on blocks that came and went."""
 
 
-class Meta(Rows):
-    """Built without memory."""
+class Late(Rows):
+    """Built in configure_model."""
 
     def __init__(self) -> None:
         LightningModule.__init__(self)
@@ -58,6 +59,18 @@ class Compiled(Net):
         self.blocks[2].compile()  # type: ignore[index]
 
 
+class Metered(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].mean = MeanMetric()  # type: ignore[index]
+
+
+class ByHand(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
 class Odd(Net):
     """A block that cannot be copied."""
 
@@ -72,12 +85,50 @@ class Odd(Net):
         (Shared, "shares a parameter or a layer with block"),
         (TiedOutside, "is a parameter of block 1 as well"),
         (Compiled, "is compiled, and a compiled block cannot be moved"),
+        (Metered, "holds a torchmetrics object"),
         (Odd, "cannot be copied"),
     ],
 )
 def test_blocks_that_cannot_be_moved_are_refused(pool: RankPool, module: type[Net], text: str) -> None:
     with pytest.raises(RankError, match=text):
         pool.run(hostile.fit, 2, "pp2", module, mode="trainer", options={"rebalance": "layers"})
+
+
+def test_steps_by_hand_are_refused(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="rebalance needs automatic optimization: ByHand sets"):
+        options = {"rebalance": "replicas", "num_microbatches": 2}
+        pool.run(hostile.fit, 2, "dp2", ByHand, mode="trainer", options=options)
+
+
+class Keeps(nn.Module):
+    """A block that keeps what it has seen in attributes of all kinds, and uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.calls, self.means = 0, {"last": torch.zeros(8, dtype=torch.float64), "all": [0.0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + torch.tanh(self.linear(x)) * (1 + 0.1 * self.means["last"]) + 0.01 * self.means["all"][-1]  # type: ignore[index]
+        if self.training:
+            self.calls += 1
+            with torch.no_grad():
+                self.means["last"] = 0.9 * self.means["last"] + 0.1 * out.mean(0)  # type: ignore[operator]
+                self.means["all"].append(float(self.calls % 5))  # type: ignore[union-attr]
+        return out
+
+
+class Keeping(Rows):
+    """One microbatch, so that one process sees the same calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Keeps() for _ in range(8)])
+
+
+def test_what_blocks_keep_in_attributes_goes_along(pool: RankPool) -> None:
+    results = pool.run(fit, 2, "pp2", Keeping, FOUR_STEPS, mode="trainer", samples=True, num_microbatches=1)
+    agree(results, fit(hostile.PLAIN, Keeping, samples=True), moves=6)
 
 
 def test_averages_of_a_stage_s_weights_are_refused(pool: RankPool) -> None:
@@ -102,11 +153,11 @@ def test_hooks_that_came_later_keep_a_block_where_it_is(pool: RankPool) -> None:
     assert set(results[0]["_held"]) == {4}
 
 
-@pytest.mark.parametrize("module", [Validated, Meta])
+@pytest.mark.parametrize("module", [Validated, Late])
 def test_odd_modules(pool: RankPool, module: type[Rows]) -> None:
     options: dict[str, Any] = {"samples": True, "validate": True}
     results = pool.run(fit, 2, "pp2", module, FOUR_STEPS, mode="trainer", **options)
-    agree(results, fit(hostile.PLAIN, Rows, **options), moves=6)
+    agree(results, fit(hostile.PLAIN, module, **options), moves=6)
 
 
 FOUR_STEPS = {0: ((0, 1), (1, 8)), 1: ((0, 7), (7, 8)), 2: ((0, 4), (4, 8))}
