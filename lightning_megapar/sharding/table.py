@@ -90,6 +90,10 @@ def stage_part(
     return StagePart(sizes, frozenset(cut.values()) | loose, rows, told)
 
 
+ITSELF = "(the module itself)"
+"""How the outermost module, which has no dotted name, is called in the table."""
+
+
 @dataclass(frozen=True)
 class PlanRow:
     """A line of the table: modules that are alike in all blocks.
@@ -132,7 +136,7 @@ def plan_rows(choice: PlanChoice, parts: Sequence[StagePart]) -> list[PlanRow]:
         counted |= cut
         stages = tuple(stage for stage, part in enumerate(parts) if any(number in part.rows for number in same))
         share = sum(sizes[key] for key in cut) / total
-        table.append(PlanRow(name, len(same), style, choice.assignments[same[0]].why, share, stages))
+        table.append(PlanRow(name or ITSELF, len(same), style, choice.assignments[same[0]].why, share, stages))
     counted |= frozenset().union(*(part.cut for part in parts))
     rest = total - in_pieces
     for name in dict.fromkeys(name for part in parts for name in part.whole):
@@ -142,7 +146,7 @@ def plan_rows(choice: PlanChoice, parts: Sequence[StagePart]) -> list[PlanRow]:
         counted |= own
         size = sum(sizes[key] for key in own)
         rest -= size
-        table.append(PlanRow(name, len(modules), "whole", choice.whole[name], size / total, stages))
+        table.append(PlanRow(name or ITSELF, len(modules), "whole", choice.whole[name], size / total, stages))
     why = "norms, biases and what is small" if any(part.whole for part in parts) else "nothing cuts it"
     table.append(PlanRow("(whole on every rank)", 0, "replicate", why, rest / total))
     return table

@@ -119,3 +119,10 @@ def test_a_convolution_has_no_layout() -> None:
     module = Image()
     rows = rows_of(module, asked(module, tokens()))
     assert rows["stem"].why == "no layout is known for a Conv1d" and rows["up"].style == "colwise"
+
+
+def test_a_module_without_a_dotted_name_has_one_in_the_table() -> None:
+    module = nn.Linear(4, 4)
+    choice = PlanChoice(whole={"": "it is small"})
+    rows = plan_rows(choice, [stage_part(module, [], None, ("",))])
+    assert [row.module for row in rows] == ["(the module itself)", "(whole on every rank)"]
