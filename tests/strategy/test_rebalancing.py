@@ -166,3 +166,22 @@ def test_shared_microbatches_count_for_what_they_are(pool: RankPool, layout: str
     assert [one["_shares"] for one in results] == [(6, 2)] * ranks, results[0]["_events"]
     expected = fit(hostile.PLAIN, Counted, {}, 0, train=hostile.loader(hostile.PLAIN, 84))
     hostile.agree(shown(results), expected)
+
+
+class Dropping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.4)) for _ in range(4)])
+
+
+def still(layout: str, module: Any) -> dict[str, Any]:
+    """The same run, with even shares."""
+    options = {"num_microbatches": 4}
+    return hostile.fit(layout, module, train=hostile.loader(layout, 64), max_epochs=1, options=options)
+
+
+def test_a_sample_draws_its_own_mask_wherever_it_runs(pool: RankPool) -> None:
+    options = {"rebalance": "replicas", "train": hostile.loader("dp2", 64)}
+    shared = pool.run(fit, 2, "dp2", Dropping, {(0, 1): 3.0}, 1, mode="trainer", **options)
+    assert [one["_shares"] for one in shared] == [(6, 2)] * 2
+    hostile.agree(shown(shared), pool.run(still, 2, "dp2", Dropping, mode="trainer")[0])
