@@ -25,6 +25,8 @@ WORDS = 11
 class Clock:
     """Stands for a stopwatch: every block takes 1, its backward 2, times the rank's slowness from a step on.
 
+    With ``sized`` these are the seconds of a batch, of which a microbatch takes its part.
+
     Args:
         strategy: of the run.
         slow: (pipeline rank, data rank) -> slowness.
@@ -32,7 +34,10 @@ class Clock:
         noise: standard deviation of the logarithm of each median.
     """
 
-    def __init__(self, strategy: Any, slow: dict[tuple[int, int], float], since: int, noise: float) -> None:
+    def __init__(
+        self, strategy: Any, slow: dict[tuple[int, int], float], since: int, noise: float, sized: bool
+    ) -> None:
+        self.sized = sized
         self.strategy, self.slow, self.since, self.noise = strategy, slow, since, noise
         self.real = strategy._rebalancer._watch
         self.random = random.Random(strategy.global_rank)
@@ -48,6 +53,7 @@ class Clock:
     def _taken(self) -> dict[int, float]:
         place = self.strategy.mesh.coordinate("pipeline"), self.strategy.mesh.coordinate("data")
         factor = self.slow.get(place, 1.0) if self.batch >= self.since else 1.0
+        factor /= self.strategy.stepper.num_microbatches if self.sized else 1
         cut = self.strategy.prepared.cut
         held = cut.local_blocks() if cut is not None else {0: []}
         return {index: factor * self.random.lognormvariate(0, self.noise) for index in held}
@@ -67,13 +73,14 @@ class Clock:
 
 
 class Slowed(Callback):
-    def __init__(self, slow: dict[tuple[int, int], float], since: int, noise: float = 0.0) -> None:
+    def __init__(self, slow: dict[tuple[int, int], float], since: int, noise: float = 0.0, sized: bool = False) -> None:
+        self.sized = sized
         self.slow, self.since, self.noise = slow, since, noise
         self.strategy: Any = None
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.strategy = trainer.strategy
-        self.strategy._rebalancer._watch = Clock(self.strategy, self.slow, self.since, self.noise)
+        self.strategy._rebalancer._watch = Clock(self.strategy, self.slow, self.since, self.noise, self.sized)
 
 
 class Long(Stack):
@@ -99,7 +106,7 @@ def fit(layout: str, module: Any, slow: Any, since: int, noise: float = 0.0, **o
     train = options.pop("train", None) or sentences(layout)
     if layout == hostile.PLAIN:
         return hostile.fit(layout, module, train=train, max_epochs=1)
-    slowed = Slowed(slow, since, noise)
+    slowed = Slowed(slow, since, noise, options.pop("sized", False))
     options = {"rebalance": True, "num_microbatches": 4, **options}
     result = hostile.fit(layout, module, train=train, callbacks=[slowed], max_epochs=1, options=options)
     strategy = slowed.strategy
@@ -134,11 +141,21 @@ def test_microbatches_leave_a_slow_replica(pool: RankPool) -> None:
     hostile.agree(shown(results), expected)
 
 
-@pytest.mark.parametrize(("noise", "spread"), [(0.05, 0.0)])
-def test_noise_alone_moves_nothing(pool: RankPool, noise: float, spread: float) -> None:
+@pytest.mark.parametrize(("sized", "numbers"), [(True, [8, 16]), (False, [8, 4])])
+def test_the_number_of_microbatches_is_tried_and_settled(pool: RankPool, sized: bool, numbers: list[int]) -> None:
+    """Where an action takes as long for one sample as for many, more of them are given up again."""
+    options = {"rebalance": "microbatches", "train": sentences("pp2", 16), "sized": sized}
+    results = pool.run(fit, 2, "pp2", Long, {}, 0, mode="trainer", **options)
+    texts = [text for _, _, text in results[0]["_events"]]
+    assert texts == [f"batches are cut into {number} microbatches" for number in numbers]
+    hostile.agree(shown(results), fit(hostile.PLAIN, Long, {}, 0, train=sentences("pp2", 16)))
+
+
+@pytest.mark.slow
+def test_noise_alone_moves_nothing(pool: RankPool) -> None:
     train = [torch.randint(0, WORDS, (8, 4)) for _ in range(100)]
     loader: Any = DataLoader(train, batch_size=None)  # type: ignore[arg-type]
-    results = pool.run(fit, 2, "pp2", Long, {}, 0, noise, mode="trainer", train=loader)
+    results = pool.run(fit, 2, "pp2", Long, {}, 0, 0.05, mode="trainer", train=loader)
     assert results[0]["_events"] == []
 
 
