@@ -73,7 +73,8 @@ class _Sender:
 
     def collect(self) -> None:
         """Let go of what has been sent."""
-        self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
+        if self._pending:
+            self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
 
     def drain(self) -> None:
         """Wait for every started send."""
@@ -108,14 +109,6 @@ def _offsets(shapes: Sequence[TensorShape], start: int) -> list[int]:
     return places
 
 
-def _write(buffer: Tensor, tensors: Sequence[Tensor], places: Sequence[int]) -> None:
-    for tensor, start in zip(tensors, places):
-        flat = tensor.detach().reshape(-1)
-        if flat.numel():
-            flat = flat.resolve_conj().resolve_neg().contiguous()
-            buffer[start : start + flat.numel() * flat.element_size()].copy_(flat.view(torch.uint8))
-
-
 def _strides(size: Sequence[int]) -> list[int]:
     """Of a contiguous tensor."""
     strides = [1] * len(size)
@@ -137,6 +130,11 @@ def _shape_of(tensor: Tensor) -> TensorShape:
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
+def _write(buffer: Tensor, tensors: Sequence[Tensor], shapes: Sequence[TensorShape], places: Sequence[int]) -> None:
+    for place, tensor in zip(_read(buffer, shapes, places), tensors):
+        place.copy_(tensor.detach())
+
+
 class BoundarySender(_Sender):
     """Sends boundaries to the next virtual stage."""
 
@@ -144,24 +142,33 @@ class BoundarySender(_Sender):
         super().__init__(link)
         self._capacity = _Capacity()
         self._description = b""
+        self._known: Any = None
+
+    def _described(self, leaves: list[Any], spec: Any, tensors: list[Tensor], shapes: list[TensorShape]) -> bytes:
+        """The description of a nest; nothing when the receiver has it from the last message."""
+        # A nest of tensors alone is told from the last one without being written down: a stage waits meanwhile.
+        known = (spec, shapes) if len(tensors) == len(leaves) else None
+        if known is not None and known == self._known:
+            return b""
+        self._known = known
+        slots = iter(range(len(tensors)))
+        plain = unflatten([_Slot(next(slots)) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        last, self._description = self._description, pickle.dumps((plain, shapes))
+        return b"" if self._description == last else self._description
 
     def send(self, nest: Any, microbatch: int) -> list[Tensor]:
         """Start sending a nest; returns its tensors in the order in which gradients will come back."""
         leaves, spec = flatten(nest)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        slots = iter(range(len(tensors)))
-        plain = unflatten([_Slot(next(slots)) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         shapes = [_shape_of(t) for t in tensors]
-        description = pickle.dumps((plain, shapes))
-        said = b"" if description == self._description else description
-        self._description = description
+        said = self._described(leaves, spec, tensors, shapes)
         places = _offsets(shapes, _HEADER + len(said))
         needed, capacity = places[-1], self._capacity.bytes
         buffer = torch.empty(max(needed, capacity), dtype=torch.uint8, device=self.link.device)
-        header = torch.tensor([needed, len(said), microbatch], dtype=torch.int64).view(torch.uint8)
-        text = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else header[:0]
-        buffer[: _HEADER + len(said)].copy_(torch.cat([header, text]))
-        _write(buffer, tensors, places)
+        buffer[:_HEADER].view(torch.int64).copy_(torch.tensor([needed, len(said), microbatch]))
+        if said:
+            buffer[_HEADER : _HEADER + len(said)].copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        _write(buffer, tensors, shapes, places)
         self._start(buffer[:capacity])
         if needed > capacity:
             self._start(buffer[capacity:needed])
@@ -236,9 +243,10 @@ class GradientSender(_Sender):
         if not leaves:
             return
         gradients = gradients_of(leaves)
-        places = _offsets([_shape_of(g) for g in gradients], 0)
+        shapes = [_shape_of(g) for g in gradients]
+        places = _offsets(shapes, 0)
         buffer = torch.empty(places[-1], dtype=torch.uint8, device=self.link.device)
-        _write(buffer, gradients, places)
+        _write(buffer, gradients, shapes, places)
         self._start(buffer)
 
 
