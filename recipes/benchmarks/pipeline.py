@@ -241,7 +241,10 @@ def run_ranks(meeting: str, arguments: argparse.Namespace) -> dict[str, Any]:
         meeting: path of a file, not there yet, by which the ranks find each other.
         arguments: of the program.
     """
-    context = mp.get_context("spawn")
+    # Ranks are forked from a process that has imported everything and computed nothing: five imports would take a
+    # busy machine minutes.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["lightning_megapar.step", "torch.distributed.pipelining"])
     results = context.Queue()
     ranks = [context.Process(target=work, args=(rank, meeting, arguments, results)) for rank in range(RANKS)]
     for process in ranks:
