@@ -117,6 +117,7 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        x = x.detach()  # what waits must not keep the graph behind its input, and with it the stage's own input
         (own, bias), transposed = ctx.own, ctx.transposed
         flat = gradient.reshape(-1, gradient.shape[-1])
         grad_x = grad_weight = grad_bias = None

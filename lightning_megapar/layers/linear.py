@@ -104,6 +104,7 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
+        x = x.detach()  # gradients that wait must not keep the graph behind their input
         ranks, windows, biases = ctx.ranks, ctx.windows, ctx.biases
         count = len(windows)
         needs_weight = ctx.needs_input_grad[5 : 5 + count]
@@ -162,6 +163,7 @@ class _RowLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        x = x.detach()  # gradients that wait must not keep the graph behind their input
         needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
         gathering = None
         if ctx.ranks.sequence_parallel and (needs_x or needs_weight):

@@ -16,12 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing as mp
-import os
-import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch
@@ -150,20 +150,25 @@ def theirs(rank: int, name: str, microbatches: int, seconds: float) -> Callable[
 
 
 def timed(step: Callable[[], float]) -> tuple[float, list[float]]:
-    """Seconds from the moment when all ranks start to the end of the last one, and each rank's seconds of work."""
+    """Seconds from the moment when the first rank starts to the end of the last one, and each rank's seconds of work.
+
+    All ranks share one machine and so one clock. Each rank's own time alone would be too short where the one that ends
+    last left the barrier late, as happens on a busy machine.
+    """
     dist.barrier()
     began = time.perf_counter()
     worked = step()
-    figures = torch.tensor([time.perf_counter() - began, worked], dtype=torch.float64)
+    figures = torch.tensor([began, time.perf_counter(), worked], dtype=torch.float64)
     everybody = [torch.zeros_like(figures) for _ in range(RANKS)]
     dist.all_gather(everybody, figures)
-    return max(float(one[0]) for one in everybody), [float(one[1]) for one in everybody]
+    starts, ends, works = torch.stack(everybody).T.tolist()
+    return max(ends) - min(starts), works
 
 
-def work(rank: int, port: int, arguments: argparse.Namespace, results: Any) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+def work(rank: int, meeting: str, arguments: argparse.Namespace, results: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    # By a file: a free port may be somebody else's by the time that a busy machine has started the ranks.
+    dist.init_process_group("gloo", store=dist.FileStore(meeting, RANKS), rank=rank, world_size=RANKS)
     found: dict[str, Any] = {}
     for name in arguments.schedules:
         steps = {"ours": ours(rank, name, arguments.microbatches, arguments.seconds)}
@@ -229,6 +234,35 @@ def show(rows: dict[str, Any]) -> None:
     Console(width=120).print(table)
 
 
+def run_ranks(meeting: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What rank 0 found.
+
+    Args:
+        meeting: path of a file, not there yet, by which the ranks find each other.
+        arguments: of the program.
+    """
+    # Ranks are forked from a process that has imported everything and computed nothing: five imports would take a
+    # busy machine minutes.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["lightning_megapar.step", "torch.distributed.pipelining"])
+    results = context.Queue()
+    ranks = [context.Process(target=work, args=(rank, meeting, arguments, results)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    found: dict[str, Any] | None = None
+    while found is None:
+        try:
+            found = results.get(timeout=1.0)
+        except Empty:
+            if any(process.exitcode for process in ranks):
+                for process in ranks:
+                    process.terminate()
+                raise SystemExit("a rank failed; its traceback stands above") from None
+    for process in ranks:
+        process.join()
+    return found
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="+", choices=NAMES, default=list(NAMES))
@@ -238,25 +272,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--alone", action="store_true", help="without torch's pipelining")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args(argv)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=work, args=(rank, port, arguments, results)) for rank in range(RANKS)]
-    for process in ranks:
-        process.start()
-    found = None
-    while found is None:
-        try:
-            found = results.get(timeout=1.0)
-        except Exception:
-            if any(process.exitcode for process in ranks):
-                for process in ranks:
-                    process.terminate()
-                raise SystemExit("a rank failed; its traceback stands above") from None
-    for process in ranks:
-        process.join()
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_ranks(str(Path(folder) / "meeting"), arguments)
     rows = summary(found, arguments)
     show(rows)
     if arguments.out:

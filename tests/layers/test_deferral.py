@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -144,3 +145,18 @@ def test_layers_of_somebody_s_class_keep_it() -> None:
     assert [part.bias.grad is None for part in parts] == [True, True, True, False, False]
     deferral.compute((0, 0))
     assert all(parameter.grad is not None for parameter in parts.parameters())
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), ColumnParallelLinear(4, 4), RowParallelLinear(4, 4)])
+def test_what_waits_does_not_keep_what_is_behind_it(layer: nn.Module) -> None:
+    deferral = Deferral()
+    deferral.connect(layer)
+    x = torch.ones(2, 4, requires_grad=True)
+    behind = weakref.ref(x)
+    output = layer(torch.sin(x * 1.0))
+    with deferral.collecting((0, 0)):
+        output.sum().backward()
+    del x, output
+    assert behind() is None and layer.weight.grad is None
+    deferral.compute((0, 0))
+    assert layer.weight.grad is not None

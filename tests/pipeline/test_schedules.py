@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate, product
 from math import ceil
 
 import pytest
@@ -74,12 +76,20 @@ def check_by_hand(schedule: Schedule) -> None:
         assert len(done) > before, "deadlock"
 
 
-def check_case(name: str, stages: int, microbatches: int, chunks: int) -> None:
+def counted_peak(row: Sequence[Action]) -> int:
+    """The most (chunk, microbatch) pairs that have gone forward and still wait for an action of their backward."""
+    last = {(a.chunk, a.microbatch): index for index, a in enumerate(row)}
+    begins, ends = Counter(index for index, a in enumerate(row) if a.kind == F), Counter(last.values())
+    return max(accumulate(begins[index] - ends[index - 1] for index in range(len(row))))
+
+
+def check_case(name: str, stages: int, microbatches: int, chunks: int) -> bool:
+    """Whether there is such a schedule; one that there is must be right, one that there is not refused by message."""
     least, most = CHUNKS[name]
     if not least <= chunks <= most:
         with pytest.raises(ConfigError, match=rf"{name}' cannot have num_chunks={chunks}; valid values: {least}"):
             build_schedule(name, stages, microbatches, chunks)
-        return
+        return False
     schedule = build_schedule(name, stages, microbatches, chunks)
     assert (schedule.num_stages, schedule.num_chunks, schedule.num_microbatches) == (stages, chunks, microbatches)
     assert schedule.placement == (
@@ -96,7 +106,9 @@ def check_case(name: str, stages: int, microbatches: int, chunks: int) -> None:
             assert count[B] + count[I] == chunks * microbatches and count[I] == count[W]
             assert count[B] == 0 if name in HALVED else name == "dualpipe_v" or count[I] == 0
         assert schedule.peak_activations()[rank] == documented_peak(name, stages, microbatches, chunks, rank)
+        assert schedule.peak_activations()[rank] == counted_peak(row)
     assert from_csv(to_csv(schedule), name) == schedule
+    return True
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
@@ -108,10 +120,11 @@ def test_every_schedule(name: str, stages: int, microbatches: int, chunks: int) 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_every_schedule_exhaustively(name: str) -> None:
-    for stages in range(1, 13):
-        for microbatches in range(1, 41):
-            for chunks in range(1, 5):
-                check_case(name, stages, microbatches, chunks)
+    """The whole grid; how many combinations there are, and how many of them are refused, is counted as well."""
+    grid = list(product(range(1, 13), range(1, 41), range(1, 5)))
+    made = sum(check_case(name, *numbers) for numbers in grid)
+    least, most = CHUNKS[name]
+    assert (len(grid), made) == (1920, 480 * len(range(least, min(most, 4) + 1)))
 
 
 def test_zero_bubble_holds_as_much_as_one_forward_one_backward() -> None:

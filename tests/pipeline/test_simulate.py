@@ -200,7 +200,7 @@ def test_chunks_share_the_cost_of_their_rank() -> None:
         ({"forward": []}, "per rank"),
         ({"communication": [[1]]}, "communication"),
         ({"occupies": 1}, "occupies=1: expected true or false"),
-        ({"kept_for_weight": 1.5}, "a share from 0 to 1"),
+        ({"kept_for_weight": -0.5}, "kept_for_weight=-0.5: expected a number of 0 or more"),
     ],
 )
 def test_costs_that_are_none(arguments: dict, message: str) -> None:

@@ -9,10 +9,12 @@ and what does not fit follows in a second message, which is posted when the firs
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -73,7 +75,8 @@ class _Sender:
 
     def collect(self) -> None:
         """Let go of what has been sent."""
-        self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
+        if self._pending:
+            self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
 
     def drain(self) -> None:
         """Wait for every started send."""
@@ -100,41 +103,47 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _offsets(shapes: Sequence[TensorShape], start: int) -> list[int]:
-    """Where each tensor starts, and the end of the last one."""
-    places = [_aligned(start)]
+@lru_cache(maxsize=1024)  # lengths may change from step to step
+def _layout(shapes: tuple[TensorShape, ...], start: int) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], int]:
+    """Where tensors of these shapes lie in a message.
+
+    Args:
+        shapes: in order.
+        start: bytes before them.
+
+    Returns:
+        for each its offset in elements of its dtype and its strides, and the bytes of the message.
+    """
+    places, end = [], _aligned(start)
     for size, dtype, _ in shapes:
-        places.append(places[-1] + _aligned(torch.Size(size).numel() * dtype.itemsize))
-    return places
+        strides = [1] * len(size)
+        for dim in range(len(size) - 1, 0, -1):
+            strides[dim - 1] = strides[dim] * max(1, size[dim])
+        places.append((end // dtype.itemsize, tuple(strides)))
+        end += _aligned(math.prod(size) * dtype.itemsize)
+    return tuple(places), end
 
 
-def _write(buffer: Tensor, tensors: Sequence[Tensor], places: Sequence[int]) -> None:
-    for tensor, start in zip(tensors, places):
-        flat = tensor.detach().reshape(-1)
-        if flat.numel():
-            flat = flat.resolve_conj().resolve_neg().contiguous()
-            buffer[start : start + flat.numel() * flat.element_size()].copy_(flat.view(torch.uint8))
-
-
-def _strides(size: Sequence[int]) -> list[int]:
-    """Of a contiguous tensor."""
-    strides = [1] * len(size)
-    for dim in range(len(size) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * max(1, size[dim])
-    return strides
-
-
-def _read(buffer: Tensor, shapes: Sequence[TensorShape], places: Sequence[int]) -> list[Tensor]:
+def _read(buffer: Tensor, shapes: tuple[TensorShape, ...], start: int) -> list[Tensor]:
     # No views of one another: what the step writes into one of them must not look like a change of the others.
     memory = buffer.untyped_storage()
     return [
-        torch.empty(0, dtype=dtype, device=buffer.device).set_(memory, start // dtype.itemsize, size, _strides(size))
-        for (size, dtype, _), start in zip(shapes, places)
+        torch.empty(0, dtype=dtype, device=buffer.device).set_(memory, offset, size, strides)
+        for (size, dtype, _), (offset, strides) in zip(shapes, _layout(shapes, start)[0])
     ]
+
+
+def _write(buffer: Tensor, tensors: Sequence[Tensor], shapes: tuple[TensorShape, ...], start: int) -> None:
+    for place, tensor in zip(_read(buffer, shapes, start), tensors):
+        place.copy_(tensor.detach())
 
 
 def _shape_of(tensor: Tensor) -> TensorShape:
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
+
+def _shapes_of(tensors: Sequence[Tensor]) -> tuple[TensorShape, ...]:
+    return tuple([_shape_of(tensor) for tensor in tensors])
 
 
 class BoundarySender(_Sender):
@@ -144,24 +153,33 @@ class BoundarySender(_Sender):
         super().__init__(link)
         self._capacity = _Capacity()
         self._description = b""
+        self._known: Any = None
+
+    def _described(self, leaves: list[Any], spec: Any, tensors: list[Tensor], shapes: tuple[TensorShape, ...]) -> bytes:
+        """The description of a nest; nothing when the receiver has it from the last message."""
+        # A nest of tensors alone is told from the last one without being written down: a stage waits meanwhile.
+        known = (spec, shapes) if len(tensors) == len(leaves) else None
+        if known is not None and known == self._known:
+            return b""
+        self._known = known
+        slots = iter(range(len(tensors)))
+        plain = unflatten([_Slot(next(slots)) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        last, self._description = self._description, pickle.dumps((plain, shapes))
+        return b"" if self._description == last else self._description
 
     def send(self, nest: Any, microbatch: int) -> list[Tensor]:
         """Start sending a nest; returns its tensors in the order in which gradients will come back."""
         leaves, spec = flatten(nest)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        slots = iter(range(len(tensors)))
-        plain = unflatten([_Slot(next(slots)) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-        shapes = [_shape_of(t) for t in tensors]
-        description = pickle.dumps((plain, shapes))
-        said = b"" if description == self._description else description
-        self._description = description
-        places = _offsets(shapes, _HEADER + len(said))
-        needed, capacity = places[-1], self._capacity.bytes
+        shapes = _shapes_of(tensors)
+        said = self._described(leaves, spec, tensors, shapes)
+        start = _HEADER + len(said)
+        needed, capacity = _layout(shapes, start)[1], self._capacity.bytes
         buffer = torch.empty(max(needed, capacity), dtype=torch.uint8, device=self.link.device)
-        header = torch.tensor([needed, len(said), microbatch], dtype=torch.int64).view(torch.uint8)
-        text = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else header[:0]
-        buffer[: _HEADER + len(said)].copy_(torch.cat([header, text]))
-        _write(buffer, tensors, places)
+        buffer[:_HEADER].view(torch.int64).copy_(torch.tensor([needed, len(said), microbatch]))
+        if said:
+            buffer[_HEADER:start].copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        _write(buffer, tensors, shapes, start)
         self._start(buffer[:capacity])
         if needed > capacity:
             self._start(buffer[capacity:needed])
@@ -175,8 +193,9 @@ class BoundaryReceiver:
     def __init__(self, link: Link) -> None:
         self.link = link
         self._capacity = _Capacity()
-        self._nest: Any = None
-        self._shapes: list[TensorShape] = []
+        self._leaves: list[Any] = []
+        self._spec: Any = None
+        self._shapes: tuple[TensorShape, ...] = ()
         self._posted: tuple[Any, Tensor] | None = None
         self._early: dict[int, tuple[Any, list[Tensor]]] = {}
 
@@ -214,12 +233,12 @@ class BoundaryReceiver:
         if described:
             # Bytes of a peer of this very job, over the job's own group.
             text = buffer[_HEADER : _HEADER + described].cpu().numpy().tobytes()
-            self._nest, self._shapes = pickle.loads(text)
-        tensors = _read(buffer, self._shapes, _offsets(self._shapes, _HEADER + described))
+            plain, self._shapes = pickle.loads(text)
+            self._leaves, self._spec = flatten(plain)
+        tensors = _read(buffer, self._shapes, _HEADER + described)
         grad = torch.is_grad_enabled()
         leaves = [t.requires_grad_(required and grad) for t, (_, _, required) in zip(tensors, self._shapes)]
-        described_leaves, spec = flatten(self._nest)
-        nest = unflatten([leaves[x.index] if isinstance(x, _Slot) else x for x in described_leaves], spec)
+        nest = unflatten([leaves[x.index] if isinstance(x, _Slot) else x for x in self._leaves], self._spec)
         return microbatch, (nest, [t for t in leaves if t.requires_grad])
 
 
@@ -236,9 +255,14 @@ class GradientSender(_Sender):
         if not leaves:
             return
         gradients = gradients_of(leaves)
-        places = _offsets([_shape_of(g) for g in gradients], 0)
-        buffer = torch.empty(places[-1], dtype=torch.uint8, device=self.link.device)
-        _write(buffer, gradients, places)
+        shapes = _shapes_of(gradients)
+        size = _layout(shapes, 0)[1]
+        only = gradients[0].detach()
+        if len(gradients) == 1 and only.nbytes == size and only.is_contiguous() and not only.is_neg() | only.is_conj():
+            self._start(only.view(-1).view(torch.uint8))  # it lies as the message does, and nobody else writes to it
+            return
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.link.device)
+        _write(buffer, gradients, shapes, 0)
         self._start(buffer)
 
 
@@ -266,7 +290,7 @@ class GradientReceiver:
             sent: for microbatches that have gone forward, the tensors that wait for gradients.
         """
         if self._posted is None and self._order and (tensors := sent.get(self._order[0])):
-            size = _offsets([_shape_of(t) for t in tensors], 0)[-1]
+            size = _layout(_shapes_of(tensors), 0)[1]
             buffer = torch.empty(size, dtype=torch.uint8, device=self.link.device)
             self._posted = dist.irecv(buffer, self.link.peer, group=self.link.group), buffer
 
@@ -283,8 +307,7 @@ class GradientReceiver:
             work, buffer = self._posted
             work.wait()
             self._posted = None
-            shapes = [_shape_of(t) for t in tensors]
-            self._early[arriving] = _read(buffer, shapes, _offsets(shapes, 0))
+            self._early[arriving] = _read(buffer, _shapes_of(tensors), 0)
         return self._early.pop(microbatch)
 
 

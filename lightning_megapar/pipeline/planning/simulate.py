@@ -39,10 +39,12 @@ class StageCosts:
             and the receiver before the action that uses it, as with blocking sends and with receives that are posted
             when they are needed. If not, they travel beside the computation.
         activation: memory that a microbatch keeps from its forward to the end of its backward.
-        kept_for_weight: share of it that stays between backward_input and backward_weight.
+        kept_for_weight: memory between backward_input and backward_weight, as a share of ``activation``: the inputs of
+            linear layers and the gradients of their outputs. More than 1 where linear layers are most of a chunk; 1
+            is what :meth:`~lightning_megapar.pipeline.schedules.data.Schedule.peak_activations` counts by.
 
     Raises:
-        ConfigError: on a negative or infinite number, or a share outside 0 to 1.
+        ConfigError: on a negative or infinite number.
     """
 
     forward: Cost = 1.0
@@ -62,8 +64,6 @@ class StageCosts:
                 continue
             depth = {"communication": 1, "kept_for_weight": 0}.get(field.name, 2)
             object.__setattr__(self, field.name, _frozen(field.name, value, depth))
-        if self.kept_for_weight > 1:
-            raise ConfigError(f"kept_for_weight={self.kept_for_weight}: expected a share from 0 to 1")
 
     def per_chunk(self, name: str, schedule: Schedule) -> tuple[tuple[float, ...], ...]:
         """A cost for each rank and chunk of a schedule.
@@ -164,9 +164,17 @@ class Timeline:
         """For each rank the largest number of (microbatch, chunk) pairs whose activations are alive at once."""
         return self.schedule.peak_activations()
 
+    @property
+    def peak_boundaries(self) -> tuple[int, ...]:
+        """For each rank the largest number of boundaries that it holds at once, received and sent ones together."""
+        return self.schedule.peak_boundaries()
+
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """For each rank the largest activation memory, in the unit of :attr:`StageCosts.activation`."""
+        """For each rank the largest activation memory, in the unit of :attr:`StageCosts.activation`.
+
+        Between actions: what a backward needs only while it runs does not count.
+        """
         return tuple(max(held for _, held in self.memory(rank)) for rank in range(self.schedule.num_stages))
 
     def activations(self, rank: int) -> tuple[tuple[float, int], ...]:
@@ -178,7 +186,7 @@ class Timeline:
         sizes = self.costs.per_chunk("activation", self.schedule)[rank]
         kept = self.costs.kept_for_weight
         changes = [(time, sizes[chunk] * change) for time, chunk, change in activation_steps(self.of_rank(rank), rank)]
-        if kept < 1:
+        if kept != 1:
             for event in self.of_rank(rank):
                 share = {"backward_input": -(1 - kept), "backward_weight": 1 - kept}.get(event.kind)
                 if share is not None:

@@ -153,7 +153,9 @@ class Schedule:
         """For each rank the largest number of (microbatch, chunk) pairs whose activations are alive at once.
 
         A pair is alive from its forward to the end of its whole backward, or of its backward_weight; without backwards
-        as long as its forward runs. Independent of the time that actions take, because a rank's order is fixed.
+        as long as its forward runs. Independent of the time that actions take, because a rank's order is fixed. What
+        an action needs only while it runs does not count. In bytes it is what autograd saved for the backward, without
+        parameters, and what linear layers keep for their weights' gradients.
         """
         if not self.is_training:
             return (1,) * self.num_stages
@@ -166,6 +168,36 @@ class Schedule:
                 elif action.kind != "backward_input":
                     alive -= 1
                 peak = max(peak, alive)
+            peaks.append(peak)
+        return tuple(peaks)
+
+    def peak_boundaries(self) -> tuple[int, ...]:
+        """For each rank the largest number of boundaries that it holds at once, received and sent ones together.
+
+        A received one is held from the start of its forward, a sent one from the end of its forward; both to the end of
+        the backward or backward_input, which needs the first for its gradient and starts at the second. Between two
+        virtual stages of one rank, where nothing travels, the next one's is there from the end of the forward before
+        it. Without backwards a sent one is not held, and a received one as long as its forward runs.
+
+        Independent of the time that actions take. What does depend on it is left out: at most one receive under way per
+        link and direction, gradients on their way, and copies that the transport has not delivered.
+        """
+        last, peaks = self.num_virtual_stages - 1, []
+        for rank, actions in enumerate(self.ranks):
+            own = set(self.placement[rank])
+            held = peak = 0
+            for action in actions:
+                k = self.placement[rank][action.chunk]
+                received, sent = int(k > 0), int(k < last and self.is_training)
+                if action.kind == "forward":
+                    arrives = int(k > 0 and k - 1 not in own)
+                    handed_on = int(k + 1 in own)
+                    held += arrives + sent + handed_on
+                    peak = max(peak, held)
+                    if not self.is_training:
+                        held -= received
+                elif action.kind != "backward_weight":
+                    held -= received + sent
             peaks.append(peak)
         return tuple(peaks)
 
