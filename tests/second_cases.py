@@ -26,6 +26,17 @@ SECOND_CASES = {
     "test_entry_points.py": [
         "test_before_and_after_fit_and_back_to_plain_lightning[tp2]",
     ],
+    "test_every_schedule.py": [
+        "test_each_unit_is_gathered_and_reduced_once_when_it_is_complete[1f1b-units0]",
+        "test_each_unit_is_gathered_and_reduced_once_when_it_is_complete[zb_h1-units2]",
+        "test_each_unit_is_gathered_and_reduced_once_when_it_is_complete[zbv-units3]",
+        "test_sharded_optimizer_state[1f1b]",
+        "test_sharded_optimizer_state[dualpipe_v]",
+        "test_sharded_optimizer_state[gpipe]",
+        "test_sharded_optimizer_state[interleaved_1f1b]",
+        "test_sharded_optimizer_state[zb_h1]",
+        "test_sharded_optimizer_state[zb_h2]",
+    ],
     "test_failing_anywhere.py": [
         "test_under_an_agent[writing-1]",
         "test_under_our_launcher[configure_model-0]",

@@ -141,9 +141,7 @@ class Stepper(StepperBase):
             (loss * (weight / unit * scale).to(loss.dtype)).backward()
 
         self._rehearse("train", step, pieces, results)
-        if self.zero is not None:
-            self.zero.hold()
-        release = self.zero.release if self.zero is not None and is_last_of_window else None
+        reduction = self._hold_gradients(is_last_of_window)
 
         def before_backward(microbatch: int) -> None:
             if self.streams is not None:
@@ -156,7 +154,7 @@ class Stepper(StepperBase):
                 schedule,
                 forward,
                 backward,
-                before_last_backward=release,
+                reduction=reduction,
                 before_backward=before_backward,
                 postponed=self.deferral,
             )

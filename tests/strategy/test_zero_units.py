@@ -17,8 +17,12 @@ class Body(nn.Module):
         self.inp, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
         self.blocks: Any = nn.ModuleList([nn.ModuleDict({"mlp": nn.Linear(4, 4)}) for _ in range(3)])
 
-    def units(self) -> list[nn.Module]:
+    def units(self) -> list[tuple[nn.Module, ...]]:
         return units_of(self, list(dict.fromkeys(self.blocks)))
+
+
+def alone(*modules: nn.Module) -> list[tuple[nn.Module, ...]]:
+    return [(module,) for module in modules]
 
 
 def tie_two_blocks(body: Any) -> None:
@@ -55,13 +59,27 @@ def test_parameters_tied_to_a_block_are_refused(tie: Any, says: str) -> None:
         body.units()
 
 
+def test_a_module_around_the_blocks_and_one_beside_them() -> None:
+    body = Body()
+    body.bias = body.head.bias
+    says = (
+        "zero_stage=1: 'bias' and 'head.bias' are one parameter .*module around the blocks.*Valid values: zero_stage=0"
+    )
+    with pytest.raises(ConfigError, match=says):
+        body.units()
+
+
 def test_other_ties_are_kept() -> None:
     body = Body()
-    body.head.weight = body.inp.weight  # beside the stack: one unit around both
-    assert body.units() == [*body.blocks, body]
+    body.head.weight = body.inp.weight  # beside the stack: one unit of both
+    assert body.units() == [*alone(*body.blocks), (body.inp, body.head)]
+    body = Body()
+    body.norms = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])  # a list has no forward that could gather it
+    body.norms[0].weight, body.norms[1].bias, body.head.weight = body.inp.weight, body.head.bias, body.norms[1].weight
+    assert body.units() == [*alone(*body.blocks), (body.inp, body.norms[0]), (body.head, body.norms[1])]
     body = Body()
     body.blocks[2] = body.blocks[0]  # a whole block in two places
-    assert body.units() == [body.blocks[0], body.blocks[1], body.inp, body.head]
+    assert body.units() == alone(body.blocks[0], body.blocks[1], body.inp, body.head)
     body = Body()
     body.alias = body.blocks[1].mlp  # another name of a part of a block
-    assert body.units() == [*body.blocks, body.inp, body.head]
+    assert body.units() == alone(*body.blocks, body.inp, body.head)
