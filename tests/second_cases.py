@@ -156,7 +156,9 @@ SECOND_CASES = {
     "test_resume.py": [
         "test_resume_on_another_layout[pp2-tp2_sp-5]",
         "test_a_plain_lightning_file_goes_on_with_its_optimizer[dp2_zero1]",
+        "test_resume_on_another_layout[dp2_pp2_zbv_zero1-tp2_pp2-4]",
         "test_resume_on_another_layout[dp2_zero1-pp2-8]",
+        "test_resume_on_another_layout[pp2-dp2_pp2_zbv_zero1-7]",
         "test_resume_on_another_layout[single-tp2_pp2-3]",
         "test_resume_on_another_layout[tp2_pp2-dp2_zero1-7]",
         "test_resume_on_another_layout[tp2_sp-single-8]",

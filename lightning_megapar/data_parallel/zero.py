@@ -82,6 +82,15 @@ class ZeroUnits:
         for unit in self.units:
             _switch(unit, False)
 
+    def forget(self) -> None:
+        """Drop the gradients of a window that was left before its end; collective over the data ranks."""
+        for unit in self.units:
+            if unit in self.called:
+                unit.unshard()
+                for parameter in unit.parameters():  # type: ignore[attr-defined]
+                    parameter.grad = None
+                unit.reshard()
+
     def reshard(self) -> None:
         """Let go of parameters that a forward without a backward left gathered (the module then shows its shards)."""
         for unit in self.units:

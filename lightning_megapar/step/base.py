@@ -185,6 +185,8 @@ class StepperBase:
 
     def begin_run(self) -> None:
         """Forget an accumulation window that an earlier run left open."""
+        if self._window.is_open and self.zero is not None:
+            self.zero.forget()
         self._window = Window()
 
     def _refuse_switched(self) -> None:
@@ -344,6 +346,11 @@ class StepperBase:
         """The weight that counts as 1 while microbatch losses are scaled."""
         if window.by_tokens:
             return window.unit
+        if self._token_unit is None and self.zero is not None:
+            # FSDP2 sums over the data ranks before the step's report tells how many samples the others had.
+            total = torch.tensor(samples, dtype=torch.float64, device=self.device)
+            dist.all_reduce(total, group=self.mesh.group("data"))
+            return float(total)
         return self._token_unit or float(samples * self.mesh.size("data"))
 
     def _weight(self, samples: int, tokens: Any) -> Tensor:

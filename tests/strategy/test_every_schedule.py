@@ -131,22 +131,26 @@ class IrregularAdam(Irregular):
 
 TRAININGS: list[tuple[type[Irregular], int, float | None]] = [(Irregular, 1, None), (IrregularAdam, 3, 0.3)]
 """Module, batches per step of the optimizer, largest norm."""
+SIZES = ((8, 6), (8, 3), (6, 5))
+"""Sentences and words of the batches."""
 
 
 def train_in_steps(
-    layout: str, precision: str = "64-true", trainings: Any = tuple(TRAININGS), **options: Any
+    layout: str, precision: str = "64-true", sizes: tuple[tuple[int, int], ...] = SIZES, **options: Any
 ) -> list[dict[str, Any]]:
-    """Three steps of each training. Each batch has a length of its own, the last fewer sentences than microbatches."""
-    sizes = [(8, 6), (8, 3), (6, 5)]
+    """Three steps of each training. Of a batch of six one data rank has fewer sentences than microbatches."""
     found = []
-    for module, accumulate, clip in trainings:
+    for module, accumulate, clip in TRAININGS:
         generator = torch.Generator().manual_seed(4)
-        batches = [torch.randint(0, WORDS, size, generator=generator) for size in accumulate * sizes]
+        batches = [torch.randint(0, WORDS, size, generator=generator) for size in sizes * accumulate]
         if layout != hostile.PLAIN:
             world, degrees = hostile.LAYOUTS[layout]
             place = Layout(**{axis: degrees.get(f"{axis}_parallel_size", 1) for axis in AXES})
             assert place.world_size == world
-            batches = [batch[place.coordinates(int(os.environ["RANK"]))["data"] :: place.data] for batch in batches]
+            own = place.coordinates(int(os.environ["RANK"]))["data"]
+            batches = [
+                batch.tensor_split([len(batch) - 2])[own] if len(batch) < 8 else batch[own::2] for batch in batches
+            ]
         steps = Steps()
         result = hostile.fit(
             layout,
@@ -154,6 +158,7 @@ def train_in_steps(
             train=DataLoader(batches, batch_size=None),  # type: ignore[arg-type]
             callbacks=[steps],
             precision=precision,
+            dtype=torch.float64 if precision.startswith("64") else torch.float32,
             accumulate_grad_batches=accumulate,
             gradient_clip_val=clip,
             max_epochs=1,
@@ -174,6 +179,36 @@ def test_sharded_optimizer_state(pool: RankPool, in_steps: list[dict[str, Any]],
     mine = pool.run(train_in_steps, 4, "dp2_pp2_zero1", pipeline_schedule=schedule, num_microbatches=4, mode="trainer")
     assert [len(one["norms"]) for one in in_steps] == [3, 3]
     assert hostile.differences(mine[0], in_steps) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
+def test_sharded_optimizer_state_with_tensor_ranks(
+    pool: RankPool, in_steps: list[dict[str, Any]], schedule: str
+) -> None:
+    layout = "dp2_tp2_pp2_zero1"
+    mine = pool.run(train_in_steps, 8, layout, pipeline_schedule=schedule, num_microbatches=4, mode="trainer")
+    assert hostile.differences(mine[0], in_steps) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_sharded_optimizer_state_in_fp32(pool: RankPool, schedule: str) -> None:
+    expected = train_in_steps(hostile.PLAIN, "32-true")
+    options = {"pipeline_schedule": schedule, "num_microbatches": 4}
+    mine = pool.run(train_in_steps, 4, "dp2_pp2_zero1", "32-true", mode="trainer", **options)
+    assert hostile.differences(mine[0], expected, tolerance=1e-5) == []
+
+
+@pytest.mark.slow
+def test_sharded_optimizer_state_in_mixed_precision(pool: RankPool) -> None:
+    """bfloat16 rounds by the cut and the scale of a batch: compared with replicated state, on even batches."""
+    options = {"pipeline_schedule": "zbv", "num_microbatches": 4}
+    sharded, replicated = (
+        pool.run(train_in_steps, 4, layout, "bf16-mixed", SIZES[:2], mode="trainer", **options)[0]
+        for layout in ("dp2_pp2_zero1", "dp2_pp2")
+    )
+    assert hostile.differences(sharded, replicated, tolerance=1e-6) == []
 
 
 class Collectives(Callback):

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import hostile
 import pytest
-from torch import nn
+import torch
+from lightning.pytorch import Callback, Trainer
+from pool import RankPool
+from torch import Tensor, nn
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.zero import units_of
@@ -83,3 +87,30 @@ def test_other_ties_are_kept() -> None:
     body = Body()
     body.alias = body.blocks[1].mlp  # another name of a part of a block
     assert body.units() == alone(*body.blocks, body.inp, body.head)
+
+
+class LeavesOnce(Callback):
+    """Ends the first run between the two batches of a step."""
+
+    left = False
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and not self.left:
+            self.left = True
+            raise KeyError("left")
+
+
+def leave_and_begin_again(layout: str) -> dict[str, Tensor]:
+    watch = hostile.Watch()
+    trainer = hostile.trainer_for(layout, [LeavesOnce(), watch], max_epochs=1, accumulate_grad_batches=2)
+    torch.manual_seed(0)
+    module = hostile.Net().double()
+    with pytest.raises(KeyError, match="left"):
+        trainer.fit(module, hostile.loader(layout))
+    trainer.fit(module, hostile.loader(layout))
+    return watch.weights
+
+
+def test_gradients_of_a_window_that_was_left_are_forgotten(pool: RankPool) -> None:
+    mine = pool.run(leave_and_begin_again, 2, "dp2_zero1", mode="trainer")[0]
+    assert hostile.differences(mine, leave_and_begin_again(hostile.PLAIN)) == []
