@@ -44,20 +44,20 @@ class Block(nn.Module):
 
 
 class Irregular(Net):
-    """A tied embedding, recomputed blocks, a frozen block and one with frozen weights, sentences of any length."""
+    """A tied embedding, a norm used at both ends, recomputed and frozen blocks, sentences of any length."""
 
     def __init__(self) -> None:
         super().__init__()
         del self.inp
         self.words = nn.Embedding(WORDS, 8)
         self.blocks = nn.Sequential(*[Block(recomputed=index % 2 == 0) for index in range(8)])
-        self.head = nn.Linear(8, WORDS)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, WORDS)
         self.head.weight = self.words.weight
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(not name.startswith(FROZEN))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        hidden = self.blocks(self.words(batch[:, :-1]))
+        hidden = self.norm(self.blocks(self.norm(self.words(batch[:, :-1]))))
         loss = nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), batch[:, 1:].flatten())
         self.log("train_loss", loss)
         return loss
@@ -252,29 +252,34 @@ def count(schedule: str) -> tuple[list[list[tuple[str, int]]], list[tuple[str, i
     return seen.batches, [(str(action)[0], action.chunk) for action in row]
 
 
+BOTH_ENDS = 1
+"""The norm: a module that several chunks of a rank, and several stages, use."""
+
+
 @pytest.mark.parametrize(
     ("schedule", "units"),
     [
-        # Per stage and chunk the blocks and modules beside them that have anything to train, and those that have not.
-        ("1f1b", [([3 + 1], 1), ([4 + 1], 0)]),
-        ("interleaved_1f1b", [([1 + 1, 2], 1), ([2, 2 + 1], 0)]),
-        ("zb_h1", [([3 + 1], 1), ([4 + 1], 0)]),
-        ("zbv", [([1 + 1, 2], 1), ([2, 2], 0)]),  # the tied embedding waits for both chunks
+        # Per stage: for each chunk the units that are complete with it, what is so only behind the last chunk although
+        # that one gives it no gradient, and what is gathered without being trained.
+        ("1f1b", [([3 + 1 + BOTH_ENDS], 0, 1), ([4 + 1 + BOTH_ENDS], 0, 0)]),
+        ("interleaved_1f1b", [([1 + 1 + BOTH_ENDS, 2], 0, 1), ([2, 2 + 1], BOTH_ENDS, 0)]),
+        ("zb_h1", [([3 + 1 + BOTH_ENDS], 0, 1), ([4 + 1 + BOTH_ENDS], 0, 0)]),
+        ("zbv", [([1 + 1 + BOTH_ENDS, 2], 0, 1), ([2, 2], 0, BOTH_ENDS)]),  # the tied embedding waits for both chunks
     ],
 )
 def test_each_unit_is_gathered_and_reduced_once_when_it_is_complete(
-    pool: RankPool, schedule: str, units: list[tuple[list[int], int]]
+    pool: RankPool, schedule: str, units: list[tuple[list[int], int, int]]
 ) -> None:
     for rank, (batches, actions) in enumerate(pool.run(count, 4, schedule, mode="trainer")):
-        trained, frozen = units[rank // 2]
+        trained, late, others = units[rank // 2]
         # The first batch's rehearsal has gathered before; each window is two batches long.
-        assert [kind for kind, _ in batches[1]] == ["reduce"] * sum(trained)
-        assert [kind for kind, _ in batches[2]] == ["gather"] * (sum(trained) + frozen)
+        assert [kind for kind, _ in batches[1]] == ["reduce"] * (sum(trained) + late), (schedule, rank)
+        assert [kind for kind, _ in batches[2]] == ["gather"] * (sum(trained) + late + others), (schedule, rank)
         assert batches[3] == batches[1]
         last = [max(i for i, (kind, c) in enumerate(actions) if c == chunk) for chunk in range(len(trained))]
         behind = "W" in {kind for kind, _ in actions}
         expected = [last[chunk] + behind for chunk, number in enumerate(trained) for _ in range(number)]
-        assert [at for _, at in batches[1]] == sorted(expected), schedule
+        assert [at for _, at in batches[1]] == sorted(expected + late * [max(last) + 1]), (schedule, rank)
 
 
 class Hangs(Net):
