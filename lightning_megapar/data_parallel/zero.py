@@ -82,6 +82,14 @@ class ZeroUnits:
         for unit in self.units:
             _switch(unit, False)
 
+    def end_backward(self) -> None:
+        """After a backward of somebody's own, outside of a schedule: reduce what FSDP2's hooks have not."""
+        for unit in self.units:
+            if unit in self.called:
+                _switch(unit, True)
+                unit.set_is_last_backward(True)
+                _end_backward(unit)
+
     def forget(self) -> None:
         """Drop the gradients of a window that was left before its end; collective over the data ranks."""
         for unit in self.units:

@@ -303,6 +303,8 @@ class Stepper(StepperBase):
         for record in parameters:
             record.parameter.grad = None
         backward()
+        if self.zero is not None:
+            self.zero.end_backward()
         if self.check_is_due:
             self._check_agreement()
         self._windows += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import hostile
 import pytest
@@ -10,9 +10,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from pool import RankPool
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.data_parallel.zero import units_of
+from lightning_megapar.data_parallel.zero import _refuse_unknown, units_of
 
 
 class Body(nn.Module):
@@ -87,6 +88,13 @@ def test_other_ties_are_kept() -> None:
     body = Body()
     body.alias = body.blocks[1].mlp  # another name of a part of a block
     assert body.units() == alone(*body.blocks, body.inp, body.head)
+
+
+def test_a_torch_that_cannot_be_told_is_refused_by_name() -> None:
+    with pytest.raises(
+        ConfigError, match=r"FSDP2 of torch .* has no FSDPState._root_post.*or a torch from 2.11 to 2.13"
+    ):
+        _refuse_unknown(cast("FSDPModule", nn.Linear(1, 1)))
 
 
 class LeavesOnce(Callback):
