@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import hostile
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.data_parallel.zero import _refuse_unknown, units_of
+from lightning_megapar.data_parallel.zero import Reduction, _refuse_unknown, units_of
 
 
 class Body(nn.Module):
@@ -95,6 +96,68 @@ def test_a_torch_that_cannot_be_told_is_refused_by_name() -> None:
         ConfigError, match=r"FSDP2 of torch .* has no FSDPState._root_post.*or a torch from 2.11 to 2.13"
     ):
         _refuse_unknown(cast("FSDPModule", nn.Linear(1, 1)))
+
+
+class Unit:
+    """What a :class:`Reduction` needs of an FSDP2 unit; notes when it would start to reduce."""
+
+    def __init__(self, name: str, started: list[str]) -> None:
+        self.name, self.started, self.reduces, self.has_gradients = name, started, False, True
+
+    def set_requires_gradient_sync(self, value: bool) -> None:
+        self.reduces = value
+
+    def set_reshard_after_backward(self, value: bool) -> None: ...
+
+    def set_is_last_backward(self, value: bool) -> None: ...
+
+    def _get_fsdp_state(self) -> Any:
+        return SimpleNamespace(_root_post_backward_final_callback=self.end)
+
+    def end(self) -> None:
+        if self.reduces and self.has_gradients:
+            self.has_gradients = False
+            self.started.append(self.name)
+
+
+def reduction(order: tuple[int, ...], early: bool) -> tuple[Reduction, list[str], dict[str, Unit]]:
+    started: list[str] = []
+    users = {"block 0": {0}, "block 1": {1}, "tied": {0, 1}}
+    units = {name: Unit(name, started) for name in users}
+    zero: Any = SimpleNamespace(units=list(units.values()), users=list(users.values()), called=set(units.values()))
+    return Reduction(zero, order, early), started, units
+
+
+def test_the_order_of_the_sums_is_that_of_a_whole_batch() -> None:
+    """A data rank with fewer microbatches may complete its chunks in another order; its peers wait in this one."""
+    made, started, _ = reduction((1, 0), early=False)
+    assert [made.after_last(0), list(started)] == [False, []]
+    assert [made.after_last(1), list(started)] == [True, ["block 1", "block 0", "tied"]]
+    made, started, _ = reduction((1, 0), early=False)
+    assert [made.after_last(1), list(started)] == [True, ["block 1"]]
+    assert [made.after_last(0), list(started)] == [True, ["block 1", "block 0", "tied"]]
+    made.finish()
+    assert len(started) == 3
+
+
+def test_hooks_reduce_within_whole_backwards_and_nowhere_else() -> None:
+    def switched(units: dict[str, Unit]) -> set[str]:
+        return {name for name, unit in units.items() if unit.reduces}
+
+    made, started, units = reduction((1, 0), early=True)
+    made.before_last(1)
+    assert switched(units) == {"block 1"} and not started
+    units["block 1"].end()  # as FSDP2's hook does
+    assert not made.after_last(1) and started == ["block 1"]
+    made.before_last(0)
+    assert switched(units) == set(units)
+    assert not made.after_last(0) and started == ["block 1", "block 0", "tied"]  # what no hook has seen
+    made, _, units = reduction((1, 0), early=True)
+    made.before_last(0)  # not its turn
+    assert switched(units) == set()
+    made, _, units = reduction((1, 0), early=False)
+    made.before_last(1)  # this rank's last action is a whole backward, its peers' may be another
+    assert switched(units) == set()
 
 
 class LeavesOnce(Callback):
