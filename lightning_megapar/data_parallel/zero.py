@@ -58,6 +58,7 @@ class ZeroUnits:
         """For each unit the chunks whose backward can give it gradients."""
         self.called: set[FSDPModule] = set()
         """Units that have been called; FSDP2 sets others up by halves only."""
+        self._shards: dict[FSDPModule, nn.Parameter] = {}
         for owners in units_of(module, blocks):
             unit = owners[0] if len(owners) == 1 else _Together(owners)
             fully_shard(unit, mesh=mesh, reshard_after_forward=False)
@@ -70,12 +71,17 @@ class ZeroUnits:
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             _refuse_unknown(unit)
             unit.register_forward_pre_hook(lambda module, _: self.called.add(module))
+            self._shards[unit] = next(unit.parameters())
             self.units.append(unit)
             self.users.append(_users(owners, chunks))
 
     def parameter_ids(self) -> set[int]:
         """``id`` of every parameter that FSDP2 manages."""
         return {id(p) for unit in self.units for p in unit.parameters()}  # type: ignore[attr-defined]
+
+    def is_sharded(self, unit: FSDPModule) -> bool:
+        """Whether a unit is known to have let go of gathered parameters."""
+        return next(unit.parameters()) is self._shards[unit]  # type: ignore[attr-defined]
 
     def hold(self) -> None:
         """Before a step: keep parameters gathered and gradients local until a :class:`Reduction` says otherwise."""
@@ -122,12 +128,16 @@ class Reduction:
         self._complete: set[int] = set()
         self._reduced: set[int] = set()
         """Chunks after which units have been reduced: a beginning of ``order``."""
+        self._hooked: set[FSDPModule] = set()
+        """Units whose hooks may reduce them within a backward."""
 
     def before_last(self, chunk: int) -> None:
         """A chunk's last action comes next, and is a whole backward."""
         if self._early and self._left[:1] == [chunk]:
             for unit in self._due({*self._reduced, chunk}):
                 _switch(unit, True)
+                if not self._zero.is_sharded(unit):
+                    self._hooked.add(unit)
 
     def after_last(self, chunk: int) -> bool:
         """A chunk's last action has run.
@@ -140,6 +150,8 @@ class Reduction:
         while self._left and self._left[0] in self._complete:
             reduced = {*self._reduced, self._left.pop(0)}
             for unit in self._due(reduced):
+                if unit in self._hooked and self._zero.is_sharded(unit):
+                    continue  # a hook has done it: FSDP2 would now wait for the sum, instead of at the end
                 _switch(unit, True)
                 _end_backward(unit)
             self._reduced = reduced

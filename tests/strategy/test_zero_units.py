@@ -102,7 +102,7 @@ class Unit:
     """What a :class:`Reduction` needs of an FSDP2 unit; notes when it would start to reduce."""
 
     def __init__(self, name: str, started: list[str]) -> None:
-        self.name, self.started, self.reduces, self.has_gradients = name, started, False, True
+        self.name, self.started, self.reduces, self.has_gradients, self.ends = name, started, False, True, 0
 
     def set_requires_gradient_sync(self, value: bool) -> None:
         self.reduces = value
@@ -115,6 +115,7 @@ class Unit:
         return SimpleNamespace(_root_post_backward_final_callback=self.end)
 
     def end(self) -> None:
+        self.ends += 1
         if self.reduces and self.has_gradients:
             self.has_gradients = False
             self.started.append(self.name)
@@ -124,7 +125,12 @@ def reduction(order: tuple[int, ...], early: bool) -> tuple[Reduction, list[str]
     started: list[str] = []
     users = {"block 0": {0}, "block 1": {1}, "tied": {0, 1}}
     units = {name: Unit(name, started) for name in users}
-    zero: Any = SimpleNamespace(units=list(units.values()), users=list(users.values()), called=set(units.values()))
+    zero: Any = SimpleNamespace(
+        units=list(units.values()),
+        users=list(users.values()),
+        called=set(units.values()),
+        is_sharded=lambda unit: not unit.has_gradients,
+    )
     return Reduction(zero, order, early), started, units
 
 
@@ -149,6 +155,7 @@ def test_hooks_reduce_within_whole_backwards_and_nowhere_else() -> None:
     assert switched(units) == {"block 1"} and not started
     units["block 1"].end()  # as FSDP2's hook does
     assert not made.after_last(1) and started == ["block 1"]
+    assert units["block 1"].ends == 1  # its sum is waited for in the end
     made.before_last(0)
     assert switched(units) == set(units)
     assert not made.after_last(0) and started == ["block 1", "block 0", "tied"]  # what no hook has seen
