@@ -45,6 +45,7 @@ FOREIGN_NAMES: dict[str, str] = {
     "virtual_pipeline_model_parallel_size": "pipeline_chunks",
     "virtual_pipeline_parallel_size": "pipeline_chunks",
     "num_chunks": "pipeline_chunks",
+    "dynamic_balance": "rebalance",
 }
 """What the same thing is called in Megatron-LM, NeMo, DeepSpeed, torchtitan and nanotron."""
 
@@ -165,13 +166,17 @@ class ParallelConfig:
             takes the one with the most parameters.
         pipeline_stack: the same under its older name; afterwards equal to ``pipeline_blocks``.
         pipeline_split: blocks per stage (with chunks: per chunk, in the order of the model), e.g. ``(3, 5)``; ``None``
-            balances by parameter count.
+            balances by ``pipeline_balance_by``.
+        pipeline_balance_by: what a block costs: its ``"parameters"``, or the ``"flops"`` of its forward in a trial run
+            of the step (what is only looked up costs nothing then). What runs before and after the stack counts.
         sharding_plan: how layers that are not from ``lightning_megapar.layers`` are cut over the tensor ranks:
             ``"auto"`` (the module's own plan, else the one that transformers publishes), ``"off"``, a mapping of
             module-name patterns to styles, or the path of a YAML file with one.
         cluster: description of devices and links (a mapping, or the path of a YAML file; see
             :class:`~lightning_megapar.planner.cluster.Cluster`), by which the chooser of a sharding plan takes the
             cheapest layout; ``None`` cuts whatever can be cut.
+        rebalance: what is done when a rank is slow: options of
+            :class:`~lightning_megapar.pipeline.balance.options.Rebalance`; ``None`` measures nothing.
 
     Raises:
         ConfigError: on any value outside its range, naming the setting, the value and the nearest valid ones.
@@ -191,8 +196,10 @@ class ParallelConfig:
     pipeline_blocks: str | None = None
     pipeline_stack: str | None = None
     pipeline_split: tuple[int, ...] | None = None
+    pipeline_balance_by: Literal["parameters", "flops"] = "parameters"
     sharding_plan: Any = "auto"
     cluster: Any = None
+    rebalance: Any = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -205,6 +212,12 @@ class ParallelConfig:
             raise ConfigError(f"sequence_parallel={self.sequence_parallel!r}: expected true or false")
         if self.zero_stage not in (0, 1) or isinstance(self.zero_stage, bool):
             raise ConfigError(f"zero_stage={self.zero_stage!r} is not available; valid values: 0, 1")
+        if self.pipeline_balance_by not in ("parameters", "flops"):
+            near = nearest_name(str(self.pipeline_balance_by), ("parameters", "flops"))
+            raise ConfigError(
+                f"pipeline_balance_by={self.pipeline_balance_by!r}: expected 'parameters' or 'flops'"
+                + (f"; did you mean {near!r}?" if near else "")
+            )
         self._check_schedule()
         if self.pipeline_blocks and self.pipeline_stack and self.pipeline_blocks != self.pipeline_stack:
             raise ConfigError(

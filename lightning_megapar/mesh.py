@@ -92,6 +92,7 @@ class ParallelMesh:
                 if timeout is not None and hasattr(backend, "_set_default_timeout"):
                     backend._set_default_timeout(timeout)  # torch has no other way to say it for a mesh
         self._stage_groups: dict[str, dist.ProcessGroup] = {}
+        self._made: dict[tuple[int, ...], Any] = {}
         if layout.pipeline > 1:
             self._make_pipeline_groups()
 
@@ -110,6 +111,13 @@ class ParallelMesh:
                 group = new_group(line)
                 if self.rank in line:
                     self._stage_groups[name] = group
+
+    def group_of(self, ranks: Sequence[int]) -> Any:
+        """A group of any global ranks, made once. Collective over all ranks, which ask in the same order."""
+        members = tuple(ranks)
+        if members not in self._made:
+            self._made[members] = new_group(members)
+        return self._made[members]
 
     def lines(self, *axes: str) -> list[list[int]]:
         """Groups of global ranks that differ only in ``axes``, in one fixed order on every rank."""

@@ -20,7 +20,7 @@ from lightning_megapar.data_parallel.parameters import (
     set_local_gradient,
     trainable,
 )
-from lightning_megapar.mesh import ParallelMesh, new_group
+from lightning_megapar.mesh import ParallelMesh
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """Bytes per all-reduce: torch DDP's default bucket."""
@@ -74,7 +74,7 @@ class GradientReducer:
             group = None
             for line in mesh.lines("pipeline"):
                 members = [line[stage] for stage in stages]
-                made = new_group(members)
+                made = mesh.group_of(members)
                 if mesh.rank in members:
                     group = made
             if group is not None and stages in mine:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,9 +211,14 @@ def _unfilled(model: nn.Module, path: str) -> Iterator[str]:
                 yield ".".join(part for part in (path, name, attribute) if part)
 
 
-def on_meta(module: nn.Module) -> Any:
-    """A copy of ``module`` whose tensors are on the meta device, tied ones still tied."""
-    memo: dict[int, Any] = {}
+def on_meta(module: nn.Module, kept: Iterable[Any] = ()) -> Any:
+    """A copy of ``module`` whose tensors are on the meta device, tied ones still tied.
+
+    Args:
+        module: real or not.
+        kept: objects that the copy shares with it.
+    """
+    memo: dict[int, Any] = {id(one): one for one in kept}
     for child in module.modules():
         for _, tensor in _own_tensors(child):
             if id(tensor) not in memo:

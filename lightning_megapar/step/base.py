@@ -33,11 +33,9 @@ from lightning_megapar.pipeline.engine.runtime import PipelineRuntime
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule, forward_schedule
 from lightning_megapar.step.likeness import REMEDY, tell_unlike
 from lightning_megapar.step.log import LogExchange, LogRecorder, StepReport
+from lightning_megapar.step.outcome import StepContractError
 from lightning_megapar.step.random_streams import RandomStreams
-
-
-class StepContractError(RuntimeError):
-    """The user's step returned something that a pipelined or data-parallel step cannot use."""
+from lightning_megapar.step.sharing import Origin, ReplicaSharing
 
 
 class Watch(Protocol):
@@ -144,6 +142,8 @@ class StepperBase:
         self.runtime = PipelineRuntime(mesh, device)
         self.reducer = GradientReducer(parameters, mesh)
         self.exchange = LogExchange(mesh, device, compare=is_cut)
+        self.sharing = ReplicaSharing(mesh, device, num_microbatches)
+        self._origins: list[Origin] = []
         self.steps = 0
         self._token_unit: float | None = None
         self._window = Window()
@@ -165,6 +165,11 @@ class StepperBase:
         return self.mesh.size("tensor") > 1 and number & (number - 1) == 0
 
     @property
+    def window_is_open(self) -> bool:
+        """Whether an accumulation window has begun and the optimizer has not stepped."""
+        return self._window.is_open
+
+    @property
     def is_running(self) -> bool:
         """Whether the user's step is being called right now."""
         return self._running
@@ -174,6 +179,11 @@ class StepperBase:
         """What is trainable now; callbacks may freeze and unfreeze between steps."""
         return trainable(self._parameters)
 
+    @property
+    def all_parameters(self) -> list[LogicalParameter]:
+        """Those that are not trainable now as well."""
+        return list(self._parameters)
+
     def _fixed_switches(self) -> dict[str, bool]:
         """``requires_grad`` of the parameters that must keep it: FSDP2's, and those that several stages share."""
         fixed = (p for p in self._parameters if p.data_sharded or len(p.stages) > 1)
@@ -182,6 +192,26 @@ class StepperBase:
     def fits(self, mesh: ParallelMesh, owner: object) -> bool:
         """Whether this stepper can go on for a later run, with its groups, connections and schedules."""
         return self.mesh is mesh and self.owner is owner
+
+    def adopt(
+        self, parameters: Sequence[LogicalParameter], cut: RankCut | None, parts: Watch | None, owner: object
+    ) -> None:
+        """Go on with other blocks on this stage; collective over all ranks, between two steps.
+
+        What each stage needs of the others is found out anew by the next step of each kind.
+
+        Args: as for the class.
+        """
+        self.owner, self.cut, self.parts = owner, cut, parts
+        self._parameters = list(parameters)
+        self._frozen = self._fixed_switches()
+        self.reducer = GradientReducer(self._parameters, self.mesh)
+        self._rehearsed.clear()
+
+    def cut_batches(self, num_microbatches: int) -> None:
+        """Cut batches into another number of microbatches from now on."""
+        self.num_microbatches = num_microbatches
+        self.sharing = ReplicaSharing(self.mesh, self.device, num_microbatches)
 
     def begin_run(self) -> None:
         """Forget an accumulation window that an earlier run left open."""
@@ -214,9 +244,17 @@ class StepperBase:
                 self._schedules[key] = build_schedule(schedule, len(placement), microbatches, len(placement[0]))
         return self._schedules[key]
 
+    def _origin(self, microbatch: int) -> tuple[int, int | None]:
+        """Number in its batch of a microbatch that runs here, and whose batch it is (``None``: this rank's)."""
+        if not self._origins:
+            return microbatch, None
+        data_rank, number = self._origins[microbatch]
+        return number, data_rank
+
     def _call(self, step: Callable[[], Any], microbatch: int, received: Any, chunk: int = 0) -> tuple[bool, Any]:
         if self.streams is not None:
-            self.streams.begin_microbatch(self.steps, microbatch)
+            number, data_rank = self._origin(microbatch)
+            self.streams.begin_microbatch(self.steps, number, data_rank)
         self._running = True
         repeated, self._repeated = self._repeated, None
         try:

@@ -60,23 +60,33 @@ class RandomStreams:
         self.seed = seed
         self.data_rank = data_rank
         self._place = ""
+        self._handles: list[Any] = []
+        self.rekey(blocks)
+
+    def rekey(self, blocks: Sequence[Sequence[nn.Module]]) -> None:
+        """Key these blocks from now on, instead of those that were keyed; see the class."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         for index, block in ((index, block) for index, places in enumerate(blocks) for block in places):
-            block.register_forward_pre_hook(self._before(index))
+            self._handles.append(block.register_forward_pre_hook(self._before(index)))
             # Also after it: what is drawn between two blocks must not depend on whether this one ran here.
-            block.register_forward_hook(self._after(index))
+            self._handles.append(block.register_forward_hook(self._after(index)))
 
-    def begin_microbatch(self, step: int, microbatch: int) -> None:
-        """Seed for everything before the stack."""
-        self._place = self._place_of(step, microbatch)
-        seed = zlib.crc32(self._place.encode())
-        seed_generators(seed)
+    def begin_microbatch(self, step: int, microbatch: int, data_rank: int | None = None) -> None:
+        """Seed for everything before the stack.
 
-    def begin_backward(self, step: int, microbatch: int) -> None:
+        Args:
+            step: number of the batch.
+            microbatch: number in its batch.
+            data_rank: whose batch it is of, by default this rank's.
+        """
+        self.begin_backward(step, microbatch, data_rank)
+        seed_generators(zlib.crc32(self._place.encode()))
+
+    def begin_backward(self, step: int, microbatch: int, data_rank: int | None = None) -> None:
         """Blocks that are recomputed in this microbatch's backward draw what they drew in its forward."""
-        self._place = self._place_of(step, microbatch)
-
-    def _place_of(self, step: int, microbatch: int) -> str:
-        return f"{self.seed}:{step}:{self.data_rank}:{microbatch}"
+        self._place = f"{self.seed}:{step}:{self.data_rank if data_rank is None else data_rank}:{microbatch}"
 
     def _before(self, index: int) -> Any:
         def seed(block: nn.Module, args: tuple[Any, ...]) -> None:

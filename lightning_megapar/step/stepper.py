@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from lightning_megapar.batches import (
     batch_size_of,
@@ -40,6 +39,7 @@ from lightning_megapar.data_parallel.gradients import GradientReducer
 from lightning_megapar.data_parallel.parameters import LogicalParameter
 from lightning_megapar.step.base import StepContractError, StepperBase, StepResult, Window
 from lightning_megapar.step.log import LogRecorder
+from lightning_megapar.step.outcome import joined, loss_of, weigh_by_tokens
 from lightning_megapar.step.stage_metrics import from_last_stage
 
 __all__ = ["StepContractError", "StepResult", "Stepper"]
@@ -75,6 +75,7 @@ class Stepper(StepperBase):
         loss_scale: float = 1.0,
         flag: float = 0.0,
         share: bool = False,
+        collect: bool = False,
         nominal: int | None = None,
     ) -> StepResult:
         """Run one training batch.
@@ -88,6 +89,7 @@ class Stepper(StepperBase):
             loss_scale: a GradScaler's current scale.
             flag: shown to every rank in the report.
             share: give the user's output to every stage, not only to the last one.
+            collect: give each replica the outputs of its own samples, where others work on some of them.
             nominal: the loader's batch size, where it is known.
 
         Raises:
@@ -113,6 +115,8 @@ class Stepper(StepperBase):
         # weight is a factor that is exactly 1 in the ordinary case and applied when the gradients are handed over.
         unit = self._unit(window, samples)
         scale = loss_scale / accumulate
+        sizes = [count for _, count in pieces]
+        pieces, self._origins = self.sharing.spread(pieces)
         recorder = LogRecorder()
         losses: list[Tensor] = []
         weights: list[Tensor] = []
@@ -126,7 +130,7 @@ class Stepper(StepperBase):
             with log.attached(results):
                 finished, value = self._call(lambda: step(piece), microbatch, received, chunk)
             if finished:
-                loss, tokens = _loss_of(value)
+                loss, tokens = loss_of(value)
                 losses.append(loss.detach())
                 weights.append(self._weight(count, tokens))
                 by_tokens.append(tokens is not None)
@@ -145,7 +149,8 @@ class Stepper(StepperBase):
 
         def before_backward(microbatch: int) -> None:
             if self.streams is not None:
-                self.streams.begin_backward(self.steps, microbatch)
+                number, data_rank = self._origin(microbatch)
+                self.streams.begin_backward(self.steps, number, data_rank)
 
         schedule = self._schedule(self.schedule, len(pieces))
         parts = self.parts if self.check_is_due else None
@@ -166,7 +171,7 @@ class Stepper(StepperBase):
         self._fill_absent_logs(recorder)
 
         if by_tokens and by_tokens[0]:
-            _weigh_by_tokens(recorder, weights)
+            weigh_by_tokens(recorder, weights)
         loss_sum = weight_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         if losses:
             stacked = torch.stack(weights)
@@ -199,7 +204,12 @@ class Stepper(StepperBase):
 
         value = torch.tensor(report.loss, dtype=self.loss_dtype, device=self.device)
         proxy = _HandOver.apply(self._anchor, value, install)
-        output = _joined(outputs, [count for _, count in pieces])
+        if collect and outputs and self.mesh.has_loss and not self.sharing.is_even:
+            outputs = self.sharing.collect(outputs, self._origins)
+        elif outputs:
+            sizes = [count for _, count in pieces]
+        self._origins = []
+        output = joined(outputs, sizes)
         if share:
             output = from_last_stage(output, self.mesh, self.device)
         output = {**output, "loss": proxy} if isinstance(output, dict) else proxy
@@ -355,7 +365,7 @@ class Stepper(StepperBase):
             self.runtime.run(self._schedule("forward", len(pieces)), forward)
         self._fill_absent_logs(recorder)
         if outputs and isinstance(outputs[0], dict) and "num_valid_tokens" in outputs[0]:
-            _weigh_by_tokens(recorder, weights)
+            weigh_by_tokens(recorder, weights)
         report = self.exchange.exchange(recorder, 0.0, 0.0, flag, mark, outputs)
         self._tell_unlike(report, kind)
         output = join_outputs(outputs, [count for _, count in pieces]) if outputs else None
@@ -367,34 +377,3 @@ class Stepper(StepperBase):
 def _exact(factor: float) -> float:
     """1 when a factor is 1 up to rounding of its own computation, so that gradients are not touched for nothing."""
     return 1.0 if abs(factor - 1.0) < 1e-12 else factor
-
-
-def _loss_of(value: Any) -> tuple[Tensor, Any]:
-    """(loss, num_valid_tokens or None) of what a training_step returned."""
-    tokens = None
-    if isinstance(value, dict):
-        tokens = value.get("num_valid_tokens")
-        value = value.get("loss")
-    if not isinstance(value, Tensor):
-        raise StepContractError(
-            "training_step must return a loss tensor or a dict with 'loss' (it returned "
-            f"{type(value).__name__}); skipping a batch by returning None would leave other ranks waiting"
-        )
-    if not value.requires_grad:
-        raise StepContractError("training_step returned a loss that depends on no trainable parameter")
-    return value, tokens
-
-
-def _weigh_by_tokens(recorder: LogRecorder, weights: list[Tensor]) -> None:
-    """Means logged by a step that counts its tokens are means over tokens, unless ``batch_size`` was passed."""
-    for entry in recorder.entries.values():
-        if not entry.explicit_weight and len(entry.weights) == len(weights):
-            entry.weights = list(weights)
-
-
-def _joined(outputs: list[Any], sizes: list[int]) -> Any:
-    """The user's outputs of a training step's microbatches as one; counts of tokens add up."""
-    joined = join_outputs(outputs, sizes) if outputs else None
-    if len(outputs) > 1 and isinstance(joined, dict) and "num_valid_tokens" in joined:
-        joined["num_valid_tokens"] = tree_map(lambda *x: sum(x), *[o["num_valid_tokens"] for o in outputs])
-    return joined

@@ -15,6 +15,7 @@ from lightning_megapar.checkpoint.hugging_face.reading import LoadFrom, check_lo
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.data_parallel.agreement import whole_buffers
 from lightning_megapar.launch import returns_to_caller
+from lightning_megapar.pipeline.balance.options import given_rebalance, usable
 from lightning_megapar.pipeline.schedules import given_schedule
 from lightning_megapar.sharding.choice import check_written_plan, given_plan
 from lightning_megapar.sharding.chooser.alone import runs_of_step
@@ -52,9 +53,9 @@ class MegaParStrategy(StepStrategy):
     Args:
         tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size,
         data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_memory_limit,
-        pipeline_chunks, pipeline_blocks, pipeline_stack, pipeline_split, sharding_plan, cluster: see
-            :class:`~lightning_megapar.config.ParallelConfig`. Every size may be ``"auto"``; ``pipeline_schedule`` is
-            a name, ``"auto"``, a :class:`~lightning_megapar.pipeline.schedules.data.Schedule`, or the path of a CSV
+        pipeline_chunks, pipeline_blocks, pipeline_stack, pipeline_split, pipeline_balance_by, sharding_plan, cluster:
+            see :class:`~lightning_megapar.config.ParallelConfig`. Every size may be ``"auto"``; ``pipeline_schedule``
+            is a name, ``"auto"``, a :class:`~lightning_megapar.pipeline.schedules.data.Schedule`, or the path of a CSV
             file with one (:mod:`lightning_megapar.pipeline.schedules.files`).
         pipeline_keep: module name -> ``"first"``, ``"last"`` or ``"all"``: where a module beside the pipelined stack
             is needed, when neither a trial run of the first batch nor its place in the registration order says so.
@@ -68,6 +69,9 @@ class MegaParStrategy(StepStrategy):
             module may lack (they are left out).
         timeout_seconds: of a collective.
         process_group_backend: ``None`` takes nccl on GPUs, gloo on CPUs.
+        rebalance: what to do when a rank is slow: ``True``, ``"layers"``, ``"replicas"``, ``"microbatches"``, or a
+            mapping of the arguments of :class:`~lightning_megapar.pipeline.balance.options.Rebalance`; ``None``
+            measures nothing. What was found and done is in :attr:`balance_events`.
 
     Raises:
         ConfigError: on any unknown or impossible setting, before a process group exists.
@@ -89,6 +93,7 @@ class MegaParStrategy(StepStrategy):
         pipeline_blocks: str | None = None,
         pipeline_stack: str | None = None,
         pipeline_split: Any = None,
+        pipeline_balance_by: Any = "parameters",
         pipeline_keep: Mapping[str, str] | None = None,
         sharding_plan: Any = "auto",
         cluster: Any = None,
@@ -98,6 +103,7 @@ class MegaParStrategy(StepStrategy):
         load_except: str | Sequence[str] = (),
         timeout_seconds: float = 600.0,
         process_group_backend: str | None = None,
+        rebalance: Any = None,
         **unknown: Any,
     ) -> None:
         refuse_unknown("MegaParStrategy", unknown, argument_names())
@@ -116,8 +122,10 @@ class MegaParStrategy(StepStrategy):
             pipeline_blocks=pipeline_blocks,
             pipeline_stack=pipeline_stack,
             pipeline_split=pipeline_split,
+            pipeline_balance_by=pipeline_balance_by,
             sharding_plan=sharding_plan,
             cluster=given_cluster(cluster),
+            rebalance=given_rebalance(rebalance),
         )
         given_plan(sharding_plan)  # refuse what cannot be read now, before any process exists
         super().__init__(config, timeout_seconds, process_group_backend, seed)
@@ -160,6 +168,10 @@ class MegaParStrategy(StepStrategy):
             plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
         self._precision_plugin = plugin
 
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        usable(self.config, self.layout)  # refuse what cannot be, before any process exists
+
     def setup_environment(self) -> None:
         module = self.lightning_module
         assert module is not None
@@ -195,6 +207,7 @@ class MegaParStrategy(StepStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
+        balance = usable(self.config, self.layout)
         earlier = vars(module).get("_megapar_prepared")
         if earlier is None:
             refuse_modules(module, self.layout)  # what configure_model has built
@@ -229,6 +242,7 @@ class MegaParStrategy(StepStrategy):
                 # The other ranks wait for the choice in a collective.
                 patience=min(PATIENCE, self._timeout.total_seconds() / 3),
                 dtype=dtype,
+                movable=balance is not None and balance.layers,
             )
             object.__setattr__(module, "_megapar_prepared", self._prepared)
             self._print_stages()
@@ -271,6 +285,7 @@ class MegaParStrategy(StepStrategy):
             carry_over(self.optimizers, self._originals, self.prepared.parameters)
             refuse_empty_optimizers(self.optimizers, self.prepared)
             refuse_optimizers(self.optimizers, self.prepared)
+        self._balance(balance if trainer.state.fn == TrainerFn.FITTING else None, trainer.callbacks)
         self.setup_precision_plugin()
 
     def _trial_runs(self, trainer: Any, first: FirstBatch) -> list[Run] | str:
@@ -303,18 +318,6 @@ class MegaParStrategy(StepStrategy):
             parts=PartsWatch(module) if self.prepared.is_cut else None,
             is_cut=self.prepared.is_cut,
         )
-
-    def _print_stages(self) -> None:
-        plan = self.prepared.plan
-        if plan is None or not self.is_global_zero:
-            return
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table("stage", "blocks", "parameters", title="pipeline stages")
-        for row in plan.rows():
-            table.add_row(*row)
-        Console().print(table)
 
     def _print_plan(self, module: Any) -> None:
         """What is sharded how on all stages; collective over the stages."""

@@ -6,7 +6,7 @@ initialised by name, the device and dtype set, FSDP2 applied, hooks installed. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -46,6 +46,7 @@ from lightning_megapar.sharding.chooser.trial import Run
 from lightning_megapar.sharding.initialise import initialise_by_name
 from lightning_megapar.shards import IndexedTensor
 from lightning_megapar.step.random_streams import RandomStreams, uses_dropout
+from lightning_megapar.strategy.spares import Spares
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class PreparedModule:
         blueprints: the module's transformers models, whole and without memory.
         config: the options that it was prepared with, a schedule in place of ``"auto"``.
         is_cut: whether tensor ranks hold pieces of any parameter, on whatever stage.
+        spares: from which stages are rebuilt when blocks are moved, ``None`` where they are not.
     """
 
     layout: Layout
@@ -80,6 +82,7 @@ class PreparedModule:
     deferral: Deferral | None = None
     config: ParallelConfig = field(default_factory=ParallelConfig)
     is_cut: bool = False
+    spares: Spares | None = None
 
     def serves(self, schedule: str | Schedule, mesh: ParallelMesh) -> bool:
         """Whether a pipeline schedule can be run on it: the same chunks, and weight gradients that wait if need be."""
@@ -103,6 +106,7 @@ def prepare_module(
     trial: Callable[[nn.Module], Any] | None = None,
     dtype: str = "fp32",
     patience: float = 120.0,
+    movable: bool = False,
 ) -> PreparedModule:
     """Cut, shard and place ``module`` in place. All ranks call it with the same (whole) module.
 
@@ -119,6 +123,7 @@ def prepare_module(
         trial: runs one step of the user on a module, to see what it uses before the cut.
         dtype: of matrix products, for prices.
         patience: seconds that the choice of a sharding plan may take.
+        movable: whether blocks may change their stage later on.
 
     Raises:
         CheckpointError: a file that cannot be read to its end.
@@ -154,9 +159,16 @@ def prepare_module(
     if pipeline > 1:
         named: dict[str, Any] = {"stack": config.pipeline_blocks, "split": config.pipeline_split}
         survey = None if trial is None else _survey(module, pipeline * config.chunks, trial, convert, named)
-        plan = plan_stages(module, mesh.placement, keep=keep, survey=survey, **named)
+        by = config.pipeline_balance_by
+        if by == "flops" and survey is None and config.pipeline_split is None:
+            raise ConfigError(
+                "pipeline_balance_by='flops' needs a run of the step on the first batch, which could not be made here; "
+                "valid: 'parameters', or pipeline_split=[...]"
+            )
+        plan = plan_stages(module, mesh.placement, keep=keep, survey=survey, by=by, **named)
     if mesh.layout.world_size > 1:
         _take_values_of_rank_zero(module, device, loaded)
+    spares = Spares.record(module, plan) if movable and plan is not None else None
     if plan is not None:
         cut = RankCut(module, plan, mesh.placement[mesh.coordinate("pipeline")], device)
     deferral = None
@@ -174,10 +186,7 @@ def prepare_module(
     _refuse_meta(module)
     streams = None
     if mesh.layout.world_size > 1:
-        keyed: list[Sequence[nn.Module]] = []
-        if uses_dropout(module):
-            keyed = [cut.places_of(name) for name in cut.plan.blocks] if cut else [[b] for b in _blocks(module, plan)]
-        streams = RandomStreams(seed, mesh.coordinate("data"), keyed)
+        streams = RandomStreams(seed, mesh.coordinate("data"), keyed_blocks(module, cut, plan))
     zero = None
     sharded: set[str] = set()
     data = mesh.submesh("data")
@@ -192,11 +201,51 @@ def prepare_module(
         }
     if cut is not None:
         cut.install_hooks()
-    stages = _stages_of(module, names, mesh)
-    parameters = collect_parameters(module, names, stages, partial_parameter_names(module, names), sharded)
+    parameters, stages = recorded_parameters(module, names, mesh, sharded)
     return PreparedModule(
-        mesh.layout, names, parameters, plan, cut, zero, streams, stages, choice, blueprints, deferral, config, is_cut
+        mesh.layout,
+        names,
+        parameters,
+        plan,
+        cut,
+        zero,
+        streams,
+        stages,
+        choice,
+        blueprints,
+        deferral,
+        config,
+        is_cut,
+        spares,
     )
+
+
+def recorded_parameters(
+    module: nn.Module,
+    names: ModuleNames,
+    mesh: ParallelMesh,
+    data_sharded: Collection[str] = (),
+    partial: Iterable[str] = (),
+) -> tuple[list[LogicalParameter], dict[str, tuple[int, ...]]]:
+    """The logical parameters of this rank, and which stages hold each of the model's; collective over the stages.
+
+    Args:
+        module: this rank's share.
+        names: of the whole module.
+        mesh: the ranks.
+        data_sharded: names of those that FSDP2 manages.
+        partial: names of those whose gradients are addends over the tensor ranks although no layer says so.
+    """
+    stages = _stages_of(module, names, mesh)
+    addends = partial_parameter_names(module, names) | set(partial)
+    return collect_parameters(module, names, stages, addends, set(data_sharded)), stages
+
+
+def keyed_blocks(module: nn.Module, cut: RankCut | None, plan: StagePlan | None) -> list[list[nn.Module]]:
+    """What each block is on this rank, for :class:`RandomStreams`; nothing where nothing is dropped."""
+    if not uses_dropout(module):
+        return []
+    return [cut.places_of(name) for name in cut.plan.blocks] if cut else [[b] for b in _blocks(module, plan)]
 
 
 def _pricing(config: ParallelConfig, mesh: ParallelMesh, dtype: str) -> Pricing | None:

@@ -21,6 +21,7 @@ from lightning_megapar.step.stepper import Stepper
 from lightning_megapar.strategy.averaging import own_names
 from lightning_megapar.strategy.mesh_strategy import MeshStrategy
 from lightning_megapar.strategy.prepare import PreparedModule, local_state, placed_state
+from lightning_megapar.strategy.rebalancing import BalanceEvent, Rebalancer
 from lightning_megapar.strategy.whole_module import WholeModule
 from lightning_megapar.trees import in_any_tree
 
@@ -42,6 +43,8 @@ class StateStrategy(MeshStrategy):
         self._averaging: list[Any] = []
         self._whole: WholeModule | None = None
         self._given_back = False
+        self._rebalancer: Rebalancer | None = None
+        self._events: list[BalanceEvent] = []
         self._position = DataPosition()
         self._resumed: DataPosition | None = None
 
@@ -184,7 +187,7 @@ class StateStrategy(MeshStrategy):
         for callback in self._averaging:
             callback._average_model = None  # the module holds the average
         # Nothing may keep a process group: other ranks are forked for the next call.
-        self._prepared = self._stepper = self._whole = self._mesh = self._world = None
+        self._prepared = self._stepper = self._whole = self._mesh = self._world = self._rebalancer = None
         self._metrics, self._averaging, self.optimizers, self.lr_scheduler_configs = {}, [], [], []
         self._given_back = True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,13 @@ from lightning_megapar.data.sampler import ResumableSampler
 from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm, torch_norms_are_global
 from lightning_megapar.launch import shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
+from lightning_megapar.pipeline.balance.options import Rebalance
+from lightning_megapar.sharding.watch import PartsWatch
 from lightning_megapar.step.log import replay
 from lightning_megapar.step.stepper import StepContractError, StepResult
 from lightning_megapar.strategy.loaders import prepare_loader, same_on_all_ranks
+from lightning_megapar.strategy.prepare import PreparedModule
+from lightning_megapar.strategy.rebalancing import BalanceEvent, Rebalancer, refuse_rebalance
 from lightning_megapar.strategy.state_strategy import StateStrategy, unwrapped
 from lightning_megapar.trees import PREFIXES, of_tree, tree_of
 
@@ -69,6 +73,9 @@ class StepStrategy(StateStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._leave_if_requested()
+        if self._rebalancer is not None and not self.stepper.window_is_open:
+            with self.doing("rebalancing"):
+                self._rebalancer.between_steps()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
@@ -83,6 +90,9 @@ class StepStrategy(StateStrategy):
             self._leave_requested = self._leave_requested or self._preemption.is_set
             self._count_samples(trainer, batch_size_of(args[0]) or 1)
             return output
+        if self._rebalancer is not None:
+            self._rebalancer.before_step()
+        seen = self._is_seen("on_train_batch_end")
         result = self.stepper.train(
             lambda piece: module.training_step(piece, *args[1:], **kwargs),
             args[0],
@@ -90,9 +100,12 @@ class StepStrategy(StateStrategy):
             accumulate=trainer.accumulate_grad_batches,
             is_last_of_window=not self._accumulating,
             flag=float(self._preemption.is_set),
-            share=self._is_seen("on_train_batch_end"),
+            share=seen and self.layout.pipeline > 1,
+            collect=seen,
             nominal=getattr(trainer.train_dataloader, "batch_size", None),
         )
+        if self._rebalancer is not None:
+            self._rebalancer.after_step(result.samples)
         self._after_step(result)
         self._count_samples(trainer, result.samples)
         return result.output
@@ -111,7 +124,7 @@ class StepStrategy(StateStrategy):
         """Whether somebody's code gets a step's outputs: then every stage needs them, not only the last one."""
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
-        owners = (self.lightning_module, *trainer.callbacks) if self.layout.pipeline > 1 else ()
+        owners = (self.lightning_module, *trainer.callbacks) if self.layout.world_size > 1 else ()
         return any(
             not str(getattr(getattr(owner, hook, None), "__module__", "")).startswith((*PREFIXES, "lightning_megapar."))
             for owner in owners
@@ -134,7 +147,7 @@ class StepStrategy(StateStrategy):
             args[0],
             results=trainer._results,
             flag=float(self._preemption.is_set),
-            share=kind == "predict" or self._is_seen(f"on_{kind}_batch_end"),
+            share=kind == "predict" or (self.layout.pipeline > 1 and self._is_seen(f"on_{kind}_batch_end")),
             nominal=getattr(getattr(trainer, loaders), "batch_size", None),
             kind=kind,
         )
@@ -237,6 +250,59 @@ class StepStrategy(StateStrategy):
             clip_by_value(parameters, clip_val)
         else:
             clip_by_norm(parameters, gradient_norm(parameters, self.mesh), clip_val)
+
+    # -- balance -------------------------------------------------------------------------------------------------------
+
+    @property
+    def balance_events(self) -> list[BalanceEvent]:
+        """Slow ranks that were found and moves that were made; see ``rebalance``."""
+        return list(self._events)
+
+    def _balance(self, options: Rebalance | None, callbacks: Sequence[Any]) -> None:
+        """Keep the run that begins in balance, or not."""
+        if self._rebalancer is not None:
+            self._rebalancer.close()
+            self._rebalancer = None
+        if options is None:
+            return
+        module = self.lightning_module
+        assert module is not None
+        refuse_rebalance(module, options, callbacks, self.prepared)
+        self._rebalancer = Rebalancer(
+            options,
+            module,
+            self.mesh,
+            self.root_device,
+            self.order,
+            self.stepper,
+            self.prepared,
+            lambda: [unwrapped(one) for one in self.optimizers],
+            self.precision_plugin.convert_module,
+            self._take_over,
+        )
+        self._events = self._rebalancer.events
+
+    def _take_over(self, prepared: PreparedModule) -> None:
+        """Blocks were moved: this is what the rank holds now."""
+        module = self.lightning_module
+        assert module is not None
+        self._prepared = prepared
+        object.__setattr__(module, "_megapar_prepared", prepared)
+        parts = PartsWatch(module) if prepared.is_cut else None
+        self.stepper.adopt(prepared.parameters, prepared.cut, parts, prepared)
+        self._print_stages()
+
+    def _print_stages(self) -> None:
+        plan = self.prepared.plan
+        if plan is None or not self.is_global_zero:
+            return
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("stage", "blocks", "parameters", title="pipeline stages")
+        for row in plan.rows():
+            table.add_row(*row)
+        Console().print(table)
 
     # -- collectives of the user's in a step -------------------------------------------------------------------------
 

@@ -169,3 +169,43 @@ def test_a_copy_without_numbers_shares_what_the_module_shares() -> None:
 def test_what_a_survey_refuses(calls: tuple[int, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_stages(Model(), 2, survey=Survey({}, frozenset(), calls))
+
+
+class Narrow(nn.Module):
+    """Eight blocks, a large table of words that costs nothing to look up, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4000, 16)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16) for _ in range(8)])
+        self.head = nn.Linear(16, 32)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(batch)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return torch.as_tensor(self.head(hidden).sum())
+
+
+def test_balanced_by_the_operations_of_a_run() -> None:
+    """Parameters: the table outweighs everything, and its stage gets one block. Operations: it costs nothing."""
+    module = Narrow()
+    path, names = blocks_of(module, 2)
+    survey = survey_module(
+        module, lambda m: m.training_step(torch.zeros(2, 3, dtype=torch.long)), names, outside_of(module, path)
+    )
+    assert survey is not None and survey.complete
+    rows = 2 * 3
+    assert survey.block_flops == (2.0 * rows * 16 * 16,) * 8
+    assert (survey.flops_before, survey.flops_after) == (0.0, 2.0 * rows * 16 * 32)
+    assert plan_stages(module, 2, survey=survey).ranges == ((0, 1), (1, 8))
+    assert plan_stages(module, 2, survey=survey, by="flops").ranges == ((0, 5), (5, 8))
+
+
+def test_a_run_that_counts_nothing_cannot_balance() -> None:
+    module = Narrow()
+    survey = Survey({}, frozenset(), tuple(range(8)), complete=False)
+    with pytest.raises(ConfigError, match=r"pipeline_balance_by='flops': a trial run of the step did not get to its"):
+        plan_stages(module, 2, survey=survey, by="flops")
+    with pytest.raises(ConfigError, match=r"pipeline_balance_by='flop': expected .*; did you mean 'flops'"):
+        ParallelConfig(pipeline_balance_by="flop")  # type: ignore[arg-type]

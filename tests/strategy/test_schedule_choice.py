@@ -15,6 +15,7 @@ import torch
 from hostile import Net
 from lightning.pytorch import Callback, Trainer
 from pool import RankError, RankPool
+from torch import Tensor, nn
 
 from lightning_megapar.pipeline import build_schedule, save_schedule
 from lightning_megapar.pipeline.schedules import from_csv
@@ -138,3 +139,30 @@ def unlike() -> None:
 def test_ranks_with_different_files(pool: RankPool) -> None:
     with pytest.raises(RankError, match=r"rank 0 has '1f1b' and rank 1 has another one \('gpipe'\)"):
         pool.run(unlike, 2, mode="trainer")
+
+
+class Heavy(Net):
+    """A wide input layer: by parameters its stage holds one block less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = nn.Embedding(500, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.inp(x) + self.names(torch.zeros(len(x), dtype=torch.long))))
+
+
+def balanced(by: str) -> tuple[Any, dict[str, Any]]:
+    trainer = hostile.trainer_for("pp2", options={"pipeline_balance_by": by}, max_epochs=1)
+    torch.manual_seed(0)
+    watch = hostile.Watch()
+    trainer.callbacks.append(watch)
+    trainer.fit(Heavy().double(), hostile.loader("pp2"))
+    strategy: Any = trainer.strategy
+    return strategy.prepared.plan.ranges, watch.weights
+
+
+def test_stages_balanced_by_operations(pool: RankPool) -> None:
+    by_parameters, by_flops = (pool.run(balanced, 2, by, mode="trainer")[0] for by in ("parameters", "flops"))
+    assert by_parameters[0] == ((0, 1), (1, 4)) and by_flops[0] == ((0, 2), (2, 4))
+    assert hostile.differences(by_flops[1], by_parameters[1]) == []

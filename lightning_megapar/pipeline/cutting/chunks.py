@@ -6,7 +6,7 @@ and callbacks see. While a chunk runs, the layers of the rank's other chunks are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,22 @@ class RankCut:
         plan: of the virtual stages.
         stages: the virtual stage of each of this rank's chunks.
         device: where this rank computes.
+        spares: everything that lives on one stage, by dotted name, without numbers and before it was sharded: of a
+            module that was cut already, and in which the modules of these chunks stand in their places.
     """
 
     def __init__(
-        self, module: nn.Module, plan: StagePlan, stages: Sequence[int], device: torch.device | None = None
+        self,
+        module: nn.Module,
+        plan: StagePlan,
+        stages: Sequence[int],
+        device: torch.device | None = None,
+        spares: Mapping[str, nn.Module] | None = None,
     ) -> None:
         self.module = module
         self.plan = plan
         children = children_of(module, plan)
-        self.chunks = tuple(StageCut(module, plan, stage, device, children) for stage in stages)
+        self.chunks = tuple(StageCut(module, plan, stage, device, children, spares) for stage in stages)
         self._local = {name: child for cut in self.chunks for name, child in cut.local_modules.items()}
         self.chunks[0].put_stand_ins(name for name in children if name not in self._local)
 
@@ -50,6 +57,25 @@ class RankCut:
         """What a block is on this rank: itself, and whatever stands for it."""
         own = [self._local[name]] if name in self._local else []
         return [*own, *(cut.stand_ins[name] for cut in self.chunks if name in cut.stand_ins)]
+
+    @property
+    def local_modules(self) -> dict[str, nn.Module]:
+        """Modules that live on this rank only, by dotted name."""
+        return dict(self._local)
+
+    def local_blocks(self) -> dict[int, list[nn.Module]]:
+        """Index of each block of this rank -> the block and what runs along with it."""
+        groups = enumerate(zip(self.plan.blocks, self.plan.beside))
+        return {
+            index: [self._local[name] for name in (block, *beside)]
+            for index, (block, beside) in groups
+            if block in self._local
+        }
+
+    def remove_hooks(self) -> None:
+        """Undo :meth:`install_hooks`, for blocks that will belong to another cut."""
+        for cut in self.chunks:
+            cut.remove_hooks()
 
     def install_hooks(self) -> None:
         """See :meth:`~lightning_megapar.pipeline.cutting.cut.StageCut.install_hooks`; dtypes are what they became."""

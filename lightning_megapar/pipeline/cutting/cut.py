@@ -69,6 +69,7 @@ class StageCut:
         device: where this rank computes.
         children: the modules that live on one stage only, by dotted name, of a module that other cuts share;
             :meth:`put_stand_ins` then cuts it.
+        spares: what stand-ins are made from, where that is not ``children``.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class StageCut:
         stage: int,
         device: torch.device | None = None,
         children: Mapping[str, nn.Module] | None = None,
+        spares: Mapping[str, nn.Module] | None = None,
     ) -> None:
         self.module = module
         self.plan = plan
@@ -106,19 +108,20 @@ class StageCut:
         self._local: dict[str, nn.Module] = {}
         self._stand_ins: dict[str, StandIn] = {}
         self._clear()
-        self._divide(children_of(module, plan) if children is None else children)
+        whole = children_of(module, plan) if children is None else children
+        self._divide(whole, whole if spares is None else spares)
         if children is None:
             self.put_stand_ins(self._stand_ins)
 
     # -- cutting -----------------------------------------------------------------------------------------------------
 
-    def _divide(self, children: Mapping[str, nn.Module]) -> None:
+    def _divide(self, children: Mapping[str, nn.Module], spares: Mapping[str, nn.Module]) -> None:
         for name, stage in self._stages.items():
             if stage == self.stage:
                 self._local[name] = children[name]
             else:
                 answer = partial(self._answer, name)
-                self._stand_ins[name] = StandIn(name, children[name], self.ledger, answer, self.is_running)
+                self._stand_ins[name] = StandIn(name, spares[name], self.ledger, answer, self.is_running)
 
     def put_stand_ins(self, names: Iterable[str]) -> list[tuple[nn.Module, str, nn.Module]]:
         """Put stand-ins for modules of other stages into the module.
@@ -152,11 +155,14 @@ class StageCut:
     def is_running(self) -> bool:
         return self._active
 
-    def install_hooks(self) -> None:
-        """Attach injection and capture. Call it after anything else (FSDP2) has put hooks on the modules."""
+    def remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def install_hooks(self) -> None:
+        """Attach injection and capture. Call it after anything else (FSDP2) has put hooks on the modules."""
+        self.remove_hooks()
         self._drawing = set()
         names: dict[int, list[str]] = {}
         for name, module in self._local.items():

@@ -237,6 +237,7 @@ def plan_stages(
     split: tuple[int, ...] | None = None,
     keep: Mapping[str, str] | None = None,
     survey: Survey | None = None,
+    by: str = "parameters",
 ) -> StagePlan:
     """Decide which stage holds what.
 
@@ -244,9 +245,11 @@ def plan_stages(
         module: the whole module, real or on the meta device.
         pipeline: its size, or for each rank the virtual stage of each of its chunks.
         stack: dotted name of the stack, ``None`` to find it.
-        split: blocks per (virtual) stage, ``None`` to balance parameters.
+        split: blocks per (virtual) stage, ``None`` to balance costs.
         keep: outside module name -> ``"first"``, ``"last"`` or ``"all"``; goes before everything else.
         survey: where a run of the step was seen to use each outside module; without one, registration order decides.
+        by: what a block costs: its ``"parameters"``, or the ``"flops"`` that the survey counted (without a survey
+            parameters as well, so that a module can be checked before any run).
 
     Raises:
         ConfigError: fewer blocks than stages, a split that does not add up, unknown names or places, a stack that the
@@ -284,12 +287,26 @@ def plan_stages(
                 f"pipeline_parallel_size={len(placement)}{chunks} but the stack has only {len(costs)} blocks; "
                 f"valid values: 1 to {max(1, len(costs) // len(placement[0]))}"
             )
-        ranges = partition([float(c) for c in costs], placement, float(before), float(after)).ranges
+        loads, ends = [float(cost) for cost in costs], (float(before), float(after))
+        if by == "flops" and survey is not None:
+            loads, ends = _flops_of(survey, path)
+        ranges = partition(loads, placement, *ends).ranges
     else:
         if len(split) != num_stages:
             raise ConfigError(f"pipeline_split={split} names {len(split)} stages, pipeline_parallel_size={num_stages}")
         ranges = given_split(split, len(costs))
     return StagePlan(path, ranges, tuple(costs), outside, before, after, tuple(names), beside, placement)
+
+
+def _flops_of(survey: Survey, path: str) -> tuple[list[float], tuple[float, float]]:
+    """Of each block, and of what runs before and after them."""
+    if not survey.complete or not sum(survey.block_flops):
+        why = "did not get to its end" if not survey.complete else "has no operation in its blocks that torch counts"
+        raise ConfigError(
+            f"pipeline_balance_by='flops': a trial run of the step {why}, so that the blocks of {path!r} have no "
+            "costs; valid: pipeline_balance_by='parameters', or pipeline_split=[...]"
+        )
+    return list(survey.block_flops), (survey.flops_before, survey.flops_after)
 
 
 def _refuse_layer_drop(module: nn.Module, path: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
 
 from lightning_megapar.pipeline.cutting.state import state_kept
 
@@ -32,12 +33,17 @@ class Survey:
         called: those of them that were called by something else than another one of them.
         calls: indices of the blocks, in the order in which they were called.
         complete: whether the step ran to its end.
+        block_flops: floating-point operations of each block's forward, as torch counts them.
+        flops_before, flops_after: of what ran before the first block and after the last one.
     """
 
     uses: Mapping[str, frozenset[str]]
     called: frozenset[str]
     calls: tuple[int, ...]
     complete: bool = True
+    block_flops: tuple[float, ...] = ()
+    flops_before: float = 0.0
+    flops_after: float = 0.0
 
     def place(self, name: str) -> str | None:
         """``"first"``, ``"last"`` or ``"all"`` for a module beside the stack; ``None`` when it was not used."""
@@ -62,6 +68,9 @@ class _Record(TorchDispatchMode):
         self.block_times: list[int] = []
         self.events: list[tuple[int, str]] = []
         self.running: list[str] = []
+        self.inside: list[int] = []
+        self.block_flops: dict[int, float] = {}
+        self.other_flops: list[tuple[int, float]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.time += 1
@@ -72,7 +81,19 @@ class _Record(TorchDispatchMode):
                     # A tied value belongs to whichever of its modules is running, else to all of them.
                     now = [name for name in self.running if name in names]
                     self.events += [(self.time, name) for name in now[-1:] or names]
-        return func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
+        self._count(func, args, kwargs or {}, output)
+        return output
+
+    def _count(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if formula is None:
+            return
+        count = float(formula(*args, **kwargs, out_val=output))
+        if self.inside:
+            self.block_flops[self.inside[-1]] = self.block_flops.get(self.inside[-1], 0.0) + count
+        else:
+            self.other_flops.append((self.time, count))
 
 
 def _address(tensor: Tensor) -> int:
@@ -110,12 +131,14 @@ def observe(module: nn.Module, run: Callable[[], Any], blocks: Sequence[str], na
             record.time += 1
             # One module in several places is called for each of them in turn.
             record.calls.append(next((i for i in places if i not in record.calls), places[0]))
+            record.inside.append(record.calls[-1])
             record.block_times.append(record.time)
 
         return hook
 
     def leave_block(*_: Any) -> None:
         record.time += 1
+        record.inside.pop()
         record.block_times.append(record.time)
 
     def enter(name: str) -> Callable[..., None]:
@@ -159,7 +182,13 @@ def observe(module: nn.Module, run: Callable[[], Any], blocks: Sequence[str], na
             uses.setdefault(name, set()).add(when)
             name = name.rpartition(".")[0]
     return Survey(
-        {name: frozenset(when) for name, when in uses.items()}, frozenset(called), tuple(record.calls), complete
+        {name: frozenset(when) for name, when in uses.items()},
+        frozenset(called),
+        tuple(record.calls),
+        complete,
+        tuple(record.block_flops.get(index, 0.0) for index in range(len(blocks))),
+        sum(count for time, count in record.other_flops if time < first),
+        sum(count for time, count in record.other_flops if time > last),
     )
 
 

@@ -23,6 +23,7 @@ from lightning_megapar.pipeline.engine.exchange import (
     LocalBoundaries,
     LocalGradients,
 )
+from lightning_megapar.pipeline.engine.stopwatch import Stopwatch
 from lightning_megapar.pipeline.schedules import Action, Schedule
 
 ForwardStep = Callable[[int, int, Any], tuple[bool, Any]]
@@ -102,6 +103,8 @@ class PipelineRuntime:
         """When it is a list, every action that has run is appended."""
         self.reductions: list[tuple[float, float]] | None = None
         """When it is a list, start and end of every reduction of gradients are appended, on the clock of ``spans``."""
+        self.stopwatch: Stopwatch | None = None
+        """Is told of every action, when there is one."""
         self._device = device
         self._holders = {k: (r, c) for r, row in enumerate(self.placement) for c, k in enumerate(row)}
         self._ends = [_Ends() for _ in self.placement[self.rank]]
@@ -114,6 +117,8 @@ class PipelineRuntime:
         """
         if self.spans is not None and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        if self.stopwatch is not None:
+            self.stopwatch.begin()
         return time.perf_counter()
 
     def _connect(self, mesh: ParallelMesh, device: torch.device) -> None:
@@ -235,6 +240,8 @@ class _Step:
             if completes and self.reduction is not None and action.kind == "backward":
                 self.reduction.before_last(action.chunk)
             start = self._do(action)
+            if self.runtime.stopwatch is not None:
+                self.runtime.stopwatch.note(action)
             if self.runtime.spans is not None:
                 self.runtime.spans.append(Span(action, start, self.runtime.now()))
             if completes:

@@ -1,0 +1,235 @@
+"""Modules, callbacks and settings with which a block cannot simply change its stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hostile
+import pytest
+import torch
+from hostile import Net, WideBlock
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import WeightAveraging
+from pool import RankError, RankPool
+from test_moving import Rows, agree, fit
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+FOUR_BLOCKS = {0: ((0, 1), (1, 4)), 1: ((0, 3), (3, 4)), 2: ((0, 2), (2, 4))}
+
+
+class Validated(Rows):
+    """Validation between the moves, on blocks that came and went."""
+
+
+class Late(Rows):
+    """Built in configure_model."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "head"):
+            made = Rows()
+            for name, child in made.named_children():
+                self.add_module(name, child)
+
+
+class Shared(Net):
+    """One layer in two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3][0] = self.blocks[0][0]  # type: ignore[index]
+
+
+class TiedOutside(Net):
+    """The input layer is a block's layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, 16)
+        self.again = nn.Linear(16, 16)
+        self.again.weight = self.blocks[1][0].weight  # type: ignore[index,union-attr]
+
+
+class Compiled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].compile()  # type: ignore[index]
+
+
+class Metered(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].mean = MeanMetric()  # type: ignore[index]
+
+
+class ByHand(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Odd(Net):
+    """A block that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].rows = (row for row in range(3))  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (Shared, "shares a parameter or a layer with block"),
+        (TiedOutside, "is a parameter of block 1 as well"),
+        (Compiled, "is compiled, and a compiled block cannot be moved"),
+        (Metered, "holds a torchmetrics object"),
+        (Odd, "cannot be copied"),
+    ],
+)
+def test_blocks_that_cannot_be_moved_are_refused(pool: RankPool, module: type[Net], text: str) -> None:
+    with pytest.raises(RankError, match=text):
+        pool.run(hostile.fit, 2, "pp2", module, mode="trainer", options={"rebalance": "layers"})
+
+
+def test_steps_by_hand_are_refused(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="rebalance needs automatic optimization: ByHand sets"):
+        options = {"rebalance": "replicas", "num_microbatches": 2}
+        pool.run(hostile.fit, 2, "dp2", ByHand, mode="trainer", options=options)
+
+
+class Keeps(nn.Module):
+    """A block that keeps what it has seen in attributes of all kinds, and uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.calls, self.means = 0, {"last": torch.zeros(8, dtype=torch.float64), "all": [0.0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + torch.tanh(self.linear(x)) * (1 + 0.1 * self.means["last"]) + 0.01 * self.means["all"][-1]  # type: ignore[index]
+        if self.training:
+            self.calls += 1
+            with torch.no_grad():
+                self.means["last"] = 0.9 * self.means["last"] + 0.1 * out.mean(0)  # type: ignore[operator]
+                self.means["all"].append(float(self.calls % 5))  # type: ignore[union-attr]
+        return out
+
+
+class Keeping(Rows):
+    """One microbatch, so that one process sees the same calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Keeps() for _ in range(8)])
+
+
+def test_what_blocks_keep_in_attributes_goes_along(pool: RankPool) -> None:
+    results = pool.run(fit, 2, "pp2", Keeping, FOUR_STEPS, mode="trainer", samples=True, num_microbatches=1)
+    agree(results, fit(hostile.PLAIN, Keeping, samples=True), moves=6)
+
+
+def test_averages_of_a_stage_s_weights_are_refused(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="layers cannot be moved beside WeightAveraging"):
+        pool.run(hostile.fit, 2, "pp2", mode="trainer", callbacks=[WeightAveraging()], options={"rebalance": "layers"})
+
+
+class HooksABlock(Callback):
+    """Puts a hook on a block once the run has begun: a copy of the block would not call it."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        module.blocks[2].register_forward_hook(lambda *_: None)
+
+
+def hooked() -> dict[str, Any]:
+    return fit("pp2", Rows, {0: ((0, 2), (2, 8)), 2: ((0, 1), (1, 8))}, samples=True, more=[HooksABlock()])
+
+
+def test_hooks_that_came_later_keep_a_block_where_it_is(pool: RankPool) -> None:
+    results = pool.run(hooked, 2, mode="trainer")
+    assert results[0]["_moves"] == ["declined"] * len(results[0]["_moves"]) and results[0]["_moves"]
+    assert set(results[0]["_held"]) == {4}
+
+
+@pytest.mark.parametrize("module", [Validated, Late])
+def test_odd_modules(pool: RankPool, module: type[Rows]) -> None:
+    options: dict[str, Any] = {"samples": True, "validate": True}
+    results = pool.run(fit, 2, "pp2", module, FOUR_STEPS, mode="trainer", **options)
+    agree(results, fit(hostile.PLAIN, module, **options), moves=6)
+
+
+FOUR_STEPS = {0: ((0, 1), (1, 8)), 1: ((0, 7), (7, 8)), 2: ((0, 4), (4, 8))}
+
+
+class Wide(Net):
+    """Blocks that tensor ranks cut, for each data rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[WideBlock() for _ in range(4)])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, amsgrad=True)
+
+
+@pytest.mark.parametrize("layout", ["tp2_pp2", "dp2_pp2_zb_h1"])
+def test_pieces_and_replicas(pool: RankPool, layout: str) -> None:
+    results = pool.run(fit, 4, layout, Wide, FOUR_BLOCKS, mode="trainer", samples=True)
+    agree(results, fit(hostile.PLAIN, Wide, samples=True), moves=6)
+    assert results[0]["_cut"] == (layout == "tp2_pp2")
+
+
+class Floats(Rows):
+    def double(self) -> Floats:
+        return self
+
+
+def precise(precision: str, ranges: Any) -> dict[str, Any]:
+    return fit("pp2", Floats, ranges, samples=True, precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_low_precision_is_moved_bit_for_bit(pool: RankPool, precision: str) -> None:
+    still = pool.run(precise, 2, precision, {}, mode="trainer")
+    moved = pool.run(precise, 2, precision, FOUR_STEPS, mode="trainer")
+    for name, value in still[0]["weights"].items():
+        assert torch.equal(moved[0]["weights"][name], value), name
+
+
+def twice() -> list[dict[str, Any]]:
+    """Two runs of one strategy, trainer and module; blocks are where the first one left them."""
+    from lightning.pytorch import Trainer
+    from test_moving import Move
+
+    from lightning_megapar import MegaParStrategy
+
+    strategy = MegaParStrategy(pipeline_parallel_size=2, rebalance={"min_gain": 0.9}, timeout_seconds=20)
+    move, watch = Move({1: ((0, 1), (1, 8))}, None), hostile.Watch()
+    quiet = {**hostile.QUIET, "precision": "64-true"}
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, callbacks=[move, watch], **quiet)
+    torch.manual_seed(0)
+    module = Rows().double()
+    trainer.fit(module, hostile.loader("pp2"))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, hostile.loader("pp2"))
+    return [{"held": move.held, "weights": watch.weights}]
+
+
+def test_a_second_run_goes_on_with_the_blocks_where_they_are(pool: RankPool) -> None:
+    results = pool.run(twice, 2, mode="trainer")
+    assert results[0][0]["held"][:3] == [4, 4, 1]
+
+
+class Looks(Rows):
+    """A step that reads shapes and options of all blocks, whichever stage holds them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        widths = sum(block.up.out_features + block.up.weight.shape[0] for block in self.blocks)  # type: ignore[union-attr]
+        return self.loss(batch) * (widths / 256)
+
+
+def test_a_step_that_looks_at_blocks_of_other_stages(pool: RankPool) -> None:
+    results = pool.run(fit, 2, "pp2", Looks, FOUR_STEPS, mode="trainer", samples=True)
+    agree(results, fit(hostile.PLAIN, Looks, samples=True), moves=6)
