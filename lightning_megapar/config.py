@@ -219,17 +219,6 @@ class ParallelConfig:
                 + (f"; did you mean {near!r}?" if near else "")
             )
         self._check_schedule()
-        if self.chunks > 1 and self.zero_stage > 0:
-            raise ConfigError(
-                f"zero_stage={self.zero_stage} starts to reduce gradients with a stage's last backward, which is that "
-                f"of one of its {self.chunks} chunks (pipeline_schedule={self.schedule_name!r}); use zero_stage=0, "
-                "or pipeline_schedule='1f1b'"
-            )
-        if self.splits_backward and self.zero_stage > 0:
-            raise ConfigError(
-                f"pipeline_schedule={self.schedule_name!r} computes weight gradients after the backward with which "
-                f"zero_stage={self.zero_stage} starts to reduce them; use zero_stage=0, or pipeline_schedule='1f1b'"
-            )
         if self.pipeline_blocks and self.pipeline_stack and self.pipeline_blocks != self.pipeline_stack:
             raise ConfigError(
                 f"pipeline_blocks={self.pipeline_blocks!r} and pipeline_stack={self.pipeline_stack!r} are two names of "

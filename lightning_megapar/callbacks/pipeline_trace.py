@@ -30,10 +30,11 @@ class PipelineTrace(Callback):
     A step's events are every action of the schedule on every stage (with accumulation the microbatches of its batches
     are numbered on), and per stage, where it has them, kind ``"reduce"``: the sums of gradients over ranks with the
     wait for those ranks, and ``"optimizer"``: from ``on_before_optimizer_step`` of this callback to the end of the
-    optimizer's step, clipping included. Under ``zero_stage=1`` FSDP2 reduces inside the last backward, which then
-    contains it. Spans are those of the ranks with data and tensor coordinate 0; a span contains the sending
-    of its result, which the next stage can have a moment before the span ends. On a GPU each action ends with a wait
-    for its work in the chosen steps, so that a span is not the time of a launch.
+    optimizer's step, clipping included. Under ``zero_stage=1`` FSDP2 reduces inside a chunk's last backward, which then
+    contains it, and with schedules that split the backward behind a chunk's last action. Spans are those of the ranks
+    with data and tensor coordinate 0; a span contains the sending of its result, which the next stage can have a moment
+    before the span ends. On a GPU each action ends with a wait for its work in the chosen steps, so that a span is not
+    the time of a launch.
 
     Times count from the first event. Those of other stages are brought to the first stage's clock after each chosen
     step, see :mod:`~lightning_megapar.pipeline.engine.clocks`; the error per stage stands in the file, in seconds,
@@ -213,7 +214,7 @@ class _Recorder:
         if step != self.step:
             self.step, self.own, self._microbatches = step, [], 0
         self._update = []
-        self.stepper.runtime.spans, self.stepper.reductions = [], []
+        self.stepper.runtime.spans, self.stepper.runtime.reductions = [], []
 
     def begin_update(self, optimizer: Optimizer) -> None:
         """The optimizer's step begins; its end is seen by a hook of its own."""
@@ -226,7 +227,7 @@ class _Recorder:
 
     def end_batch(self) -> None:
         """Keep a batch's spans; its microbatches follow those of the step's earlier batches."""
-        spans, reductions = self.stepper.runtime.spans or [], self.stepper.reductions or []
+        spans, reductions = self.stepper.runtime.spans or [], self.stepper.runtime.reductions or []
         before = self._microbatches
         for span in spans:
             action = span.action
@@ -244,7 +245,7 @@ class _Recorder:
 
     def stop(self) -> None:
         """Measure nothing any more."""
-        self.stepper.runtime.spans = self.stepper.reductions = None
+        self.stepper.runtime.spans = self.stepper.runtime.reductions = None
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -33,7 +33,7 @@ from lightning_megapar.pipeline.planning.choose import CANDIDATES, Choice, choos
 from lightning_megapar.pipeline.planning.simulate import StageCosts, simulate
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule, loop_placement
 from lightning_megapar.planner.cluster import Cluster
-from lightning_megapar.schedule_names import chunks_of, splits_backward
+from lightning_megapar.schedule_names import chunks_of
 
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding)
 
@@ -113,7 +113,6 @@ def choose_for(
     unit = 1.0 if timed else total / layout.pipeline
 
     def costs(schedule: Schedule) -> StageCosts:
-        _refuse_zero(config, schedule)
         pieces = _pieces(module, plan_of(schedule.placement))
         forward, weight = [], []
         for piece in pieces:
@@ -135,12 +134,7 @@ def refuse_memory_limit(config: ParallelConfig, layout: Layout) -> None:
     Raises:
         ConfigError: with the smallest need.
     """
-
-    def costs(schedule: Schedule) -> StageCosts:
-        _refuse_zero(config, schedule)
-        return StageCosts()
-
-    _choose(config, layout, costs)
+    _choose(config, layout, lambda schedule: StageCosts())
 
 
 def refuse_too_much(config: ParallelConfig, layout: Layout, schedule: str | Schedule, chunks: int) -> None:
@@ -224,11 +218,6 @@ def _candidates(config: ParallelConfig) -> Sequence[tuple[str, int]]:
     fits = {name: chunks_of(name) for name in names}
     chunks = config.chunks
     return [(name, chunks) for name in names if fits[name][0] <= chunks <= (fits[name][1] or chunks)]
-
-
-def _refuse_zero(config: ParallelConfig, schedule: Schedule) -> None:
-    if config.zero_stage > 0 and (schedule.num_chunks > 1 or splits_backward(schedule)):
-        raise ConfigError(f"zero_stage={config.zero_stage} needs whole backwards of one chunk")
 
 
 def _pieces(module: nn.Module, plan: StagePlan) -> list[list[Work]]:

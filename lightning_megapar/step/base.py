@@ -21,7 +21,7 @@ from lightning_megapar.batches import (
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.gradients import GradientReducer
 from lightning_megapar.data_parallel.parameters import LogicalParameter, trainable
-from lightning_megapar.data_parallel.zero import ZeroUnits
+from lightning_megapar.data_parallel.zero import Reduction, ZeroUnits
 from lightning_megapar.generators import generators_kept
 from lightning_megapar.layers.deferral import Deferral
 from lightning_megapar.mesh import ParallelMesh
@@ -141,8 +141,6 @@ class StepperBase:
         self.loss_dtype = torch.float64 if double else torch.float32
         self.runtime = PipelineRuntime(mesh, device)
         self.reducer = GradientReducer(parameters, mesh)
-        self.reductions: list[tuple[float, float]] | None = None
-        """When it is a list, start and end of every reduction of gradients are appended, as in ``runtime.spans``."""
         self.exchange = LogExchange(mesh, device, compare=is_cut)
         self.sharing = ReplicaSharing(mesh, device, num_microbatches)
         self._origins: list[Origin] = []
@@ -217,6 +215,8 @@ class StepperBase:
 
     def begin_run(self) -> None:
         """Forget an accumulation window that an earlier run left open."""
+        if self._window.is_open and self.zero is not None:
+            self.zero.forget()
         self._window = Window()
 
     def _refuse_switched(self) -> None:
@@ -313,12 +313,23 @@ class StepperBase:
         self.runtime.spans = spans
         self._repeated = f"{'training' if kind == 'train' else kind}_step"
 
+    def _hold_gradients(self, is_last: bool) -> Reduction | None:
+        """Under zero_stage=1: keep gradients local, but for what is reduced in a window's last batch."""
+        if self.zero is None:
+            return None
+        self.zero.hold()
+        if not is_last:
+            return None
+        whole = self._schedule(self.schedule, self.num_microbatches)
+        order = tuple(whole.completions(self.mesh.coordinate("pipeline")))
+        return Reduction(self.zero, order, early=not whole.splits_backward)
+
     def _reduce(self, factor: float, names: set[str]) -> None:
         """Sum the gradients over the ranks, see :meth:`~lightning_megapar.data_parallel.gradients.GradientReducer`."""
         start = self.runtime.now()
         self.reducer.reduce(factor, names)
-        if self.reductions is not None and self.reducer.has_sums:
-            self.reductions.append((start, self.runtime.now()))
+        if self.runtime.reductions is not None and self.reducer.has_sums:
+            self.runtime.reductions.append((start, self.runtime.now()))
 
     def _recorder_of(self, chunk: int, recorder: LogRecorder) -> LogRecorder:
         """What a chunk's run of the step logs to: only the one that gets to the loss counts."""
@@ -373,6 +384,11 @@ class StepperBase:
         """The weight that counts as 1 while microbatch losses are scaled."""
         if window.by_tokens:
             return window.unit
+        if self._token_unit is None and self.zero is not None:
+            # FSDP2 sums over the data ranks before the step's report tells how many samples the others had.
+            total = torch.tensor(samples, dtype=torch.float64, device=self.device)
+            dist.all_reduce(total, group=self.mesh.group("data"))
+            return float(total)
         return self._token_unit or float(samples * self.mesh.size("data"))
 
     def _weight(self, samples: int, tokens: Any) -> Tensor:

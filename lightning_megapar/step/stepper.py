@@ -145,9 +145,7 @@ class Stepper(StepperBase):
             (loss * (weight / unit * scale).to(loss.dtype)).backward()
 
         self._rehearse("train", step, pieces, results)
-        if self.zero is not None:
-            self.zero.hold()
-        release = self.zero.release if self.zero is not None and is_last_of_window else None
+        reduction = self._hold_gradients(is_last_of_window)
 
         def before_backward(microbatch: int) -> None:
             if self.streams is not None:
@@ -161,7 +159,7 @@ class Stepper(StepperBase):
                 schedule,
                 forward,
                 backward,
-                before_last_backward=release,
+                reduction=reduction,
                 before_backward=before_backward,
                 postponed=self.deferral,
             )
@@ -315,6 +313,8 @@ class Stepper(StepperBase):
         for record in parameters:
             record.parameter.grad = None
         backward()
+        if self.zero is not None:
+            self.zero.end_backward()
         if self.check_is_due:
             self._check_agreement()
         self._windows += 1

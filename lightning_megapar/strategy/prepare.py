@@ -191,7 +191,8 @@ def prepare_module(
     sharded: set[str] = set()
     data = mesh.submesh("data")
     if config.zero_stage == 1 and data is not None:
-        zero = ZeroUnits(module, _blocks(module, plan), data)
+        chunks = [list(chunk.local_modules.values()) for chunk in cut.chunks] if cut else ()
+        zero = ZeroUnits(module, _blocks(module, plan), data, chunks)
         managed = zero.parameter_ids()
         sharded = {
             names.canonical[name]

@@ -24,6 +24,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2_pp2_zb_h1": (4, {"data_parallel_size": 2, "pipeline_parallel_size": 2, "pipeline_schedule": "zb_h1"}),
     "dp2_pp2": (4, {"data_parallel_size": 2, "pipeline_parallel_size": 2}),
     "dp2_pp2_zero1": (4, {"data_parallel_size": 2, "pipeline_parallel_size": 2, "zero_stage": 1}),
+    "dp2_tp2_pp2_zero1": (
+        8,
+        {"data_parallel_size": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2, "zero_stage": 1},
+    ),
     "tp2_pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
 }
 GLOBAL_BATCH = 8
@@ -125,13 +129,14 @@ def fit(
     validate: Any = None,
     callbacks: Sequence[Callback] = (),
     ckpt_path: str | None = None,
+    dtype: torch.dtype = torch.float64,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Train on this rank; ``validate=True`` takes twelve samples."""
+    """Train on this rank; ``validate=True`` takes twelve samples, ``dtype`` is the parameters'."""
     watch = Watch()
     trainer = trainer_for(layout, [watch, *callbacks], **kwargs)
     torch.manual_seed(0)
-    made = module().double()
+    made = module().to(dtype)
     val = loader(layout, 12) if validate is True else validate
     trainer.fit(made, loader(layout) if train is None else train, val, ckpt_path=ckpt_path)
     return {

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from pool import RankError, RankPool
-from torch import nn
+from torch import Tensor, nn
 
 
 class Unfreeze(BaseFinetuning):
@@ -128,6 +128,18 @@ class Adversarial(TwoOptimizers):
         return [torch.optim.SGD(body, lr=0.1), torch.optim.SGD(self.critic.parameters(), lr=0.1)]
 
 
+class TiedByHand(OwnClipping):
+    """Both ends share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.head = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.head.weight = self.inp.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.inp(torch.cat([x, x], 1))))[:, :5]
+
+
 class PlainBackward(OwnClipping):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.loss(batch).backward()
@@ -196,6 +208,7 @@ def fit(layout: str, module: type[Net], callback: str = "none", root: str = "", 
         ("tp2", TwoOptimizers, "none"),
         ("dp2", OwnClipping, "none"),
         ("dp2_zero1", OwnClipping, "none"),
+        ("dp2_zero1", TiedByHand, "none"),
         ("dp2", Closure, "none"),
         ("dp2", Adversarial, "none"),
     ],

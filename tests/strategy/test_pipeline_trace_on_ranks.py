@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hostile
+import pytest
 import torch
 from hostile import Net
 from lightning.pytorch import Callback
@@ -197,3 +198,27 @@ def test_one_replica_is_traced(pool: RankPool, tmp_path: Path) -> None:
     events = read_trace(tmp_path / "replicas.json")
     assert actions(events) == planned(build_schedule("1f1b", 2, 4))
     assert sorted(e.rank for e in events if e.kind == "reduce") == [0, 1]  # over the replicas
+
+
+def with_shards(root: str) -> None:
+    for schedule in ("interleaved_1f1b", "zbv"):
+        trace = PipelineTrace(1, f"{schedule}.json")
+        options = {"pipeline_schedule": schedule}
+        hostile.fit("dp2_pp2_zero1", Net, callbacks=[trace], max_epochs=1, default_root_dir=root, options=options)
+
+
+@pytest.mark.slow
+def test_reductions_behind_a_chunk_are_traced(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(with_shards, 4, str(tmp_path), mode="trainer")
+    events = read_trace(tmp_path / "interleaved_1f1b.json")
+    assert actions(events) == planned(build_schedule("interleaved_1f1b", 2, 4))
+    assert not any(e.kind == "reduce" for e in events)  # inside the last backwards
+    events = read_trace(tmp_path / "zbv.json")
+    assert actions(events) == planned(build_schedule("zbv", 2, 4))
+    for rank in (0, 1):
+        reductions = [e for e in events if (e.kind, e.rank) == ("reduce", rank)]
+        assert len(reductions) == 2
+        for reduction in reductions:
+            before = [e for e in events if e.is_work and e.rank == rank and e.end <= reduction.start]
+            # One of the two chunks is complete: all of its three kinds of action have run for all four microbatches.
+            assert max(Counter(e.chunk for e in before).values()) == 12

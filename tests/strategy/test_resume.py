@@ -15,6 +15,10 @@ from torch.utils.data import DataLoader
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "dp2_zero1": (2, {"data_parallel_size": 2, "zero_stage": 1}),
+    "dp2_pp2_zbv_zero1": (
+        4,
+        {"data_parallel_size": 2, "pipeline_parallel_size": 2, "pipeline_schedule": "zbv", "zero_stage": 1},
+    ),
     "tp2_sp": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipeline_parallel_size": 2}),
     "tp2_pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
@@ -67,6 +71,8 @@ def uninterrupted(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> d
         ("pp2", "tp2_sp", 5),
         ("tp2_pp2", "tp2_pp2", 4),
         ("tp2_sp", "single", 8),
+        ("dp2_pp2_zbv_zero1", "tp2_pp2", 4),
+        ("pp2", "dp2_pp2_zbv_zero1", 7),
     ],
 )
 def test_resume_on_another_layout(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import hostile
 import pytest
-from torch import nn
+import torch
+from lightning.pytorch import Callback, Trainer
+from pool import RankPool
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.data_parallel.zero import units_of
+from lightning_megapar.data_parallel.zero import Reduction, _refuse_unknown, units_of
 
 
 class Body(nn.Module):
@@ -17,8 +23,12 @@ class Body(nn.Module):
         self.inp, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
         self.blocks: Any = nn.ModuleList([nn.ModuleDict({"mlp": nn.Linear(4, 4)}) for _ in range(3)])
 
-    def units(self) -> list[nn.Module]:
+    def units(self) -> list[tuple[nn.Module, ...]]:
         return units_of(self, list(dict.fromkeys(self.blocks)))
+
+
+def alone(*modules: nn.Module) -> list[tuple[nn.Module, ...]]:
+    return [(module,) for module in modules]
 
 
 def tie_two_blocks(body: Any) -> None:
@@ -55,13 +65,130 @@ def test_parameters_tied_to_a_block_are_refused(tie: Any, says: str) -> None:
         body.units()
 
 
+def test_a_module_around_the_blocks_and_one_beside_them() -> None:
+    body = Body()
+    body.bias = body.head.bias
+    says = (
+        "zero_stage=1: 'bias' and 'head.bias' are one parameter .*module around the blocks.*Valid values: zero_stage=0"
+    )
+    with pytest.raises(ConfigError, match=says):
+        body.units()
+
+
 def test_other_ties_are_kept() -> None:
     body = Body()
-    body.head.weight = body.inp.weight  # beside the stack: one unit around both
-    assert body.units() == [*body.blocks, body]
+    body.head.weight = body.inp.weight  # beside the stack: one unit of both
+    assert body.units() == [*alone(*body.blocks), (body.inp, body.head)]
+    body = Body()
+    body.norms = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])  # a list has no forward that could gather it
+    body.norms[0].weight, body.norms[1].bias, body.head.weight = body.inp.weight, body.head.bias, body.norms[1].weight
+    assert body.units() == [*alone(*body.blocks), (body.inp, body.norms[0]), (body.head, body.norms[1])]
     body = Body()
     body.blocks[2] = body.blocks[0]  # a whole block in two places
-    assert body.units() == [body.blocks[0], body.blocks[1], body.inp, body.head]
+    assert body.units() == alone(body.blocks[0], body.blocks[1], body.inp, body.head)
     body = Body()
     body.alias = body.blocks[1].mlp  # another name of a part of a block
-    assert body.units() == [*body.blocks, body.inp, body.head]
+    assert body.units() == alone(*body.blocks, body.inp, body.head)
+
+
+def test_a_torch_that_cannot_be_told_is_refused_by_name() -> None:
+    with pytest.raises(
+        ConfigError, match=r"FSDP2 of torch .* has no FSDPState._root_post.*or a torch from 2.11 to 2.13"
+    ):
+        _refuse_unknown(cast("FSDPModule", nn.Linear(1, 1)))
+
+
+class Unit:
+    """What a :class:`Reduction` needs of an FSDP2 unit; notes when it would start to reduce."""
+
+    def __init__(self, name: str, started: list[str]) -> None:
+        self.name, self.started, self.reduces, self.has_gradients, self.ends = name, started, False, True, 0
+
+    def set_requires_gradient_sync(self, value: bool) -> None:
+        self.reduces = value
+
+    def set_reshard_after_backward(self, value: bool) -> None: ...
+
+    def set_is_last_backward(self, value: bool) -> None: ...
+
+    def _get_fsdp_state(self) -> Any:
+        return SimpleNamespace(_root_post_backward_final_callback=self.end)
+
+    def end(self) -> None:
+        self.ends += 1
+        if self.reduces and self.has_gradients:
+            self.has_gradients = False
+            self.started.append(self.name)
+
+
+def reduction(order: tuple[int, ...], early: bool) -> tuple[Reduction, list[str], dict[str, Unit]]:
+    started: list[str] = []
+    users = {"block 0": {0}, "block 1": {1}, "tied": {0, 1}}
+    units = {name: Unit(name, started) for name in users}
+    zero: Any = SimpleNamespace(
+        units=list(units.values()),
+        users=list(users.values()),
+        called=set(units.values()),
+        is_sharded=lambda unit: not unit.has_gradients,
+    )
+    return Reduction(zero, order, early), started, units
+
+
+def test_the_order_of_the_sums_is_that_of_a_whole_batch() -> None:
+    """A data rank with fewer microbatches may complete its chunks in another order; its peers wait in this one."""
+    made, started, _ = reduction((1, 0), early=False)
+    assert [made.after_last(0), list(started)] == [False, []]
+    assert [made.after_last(1), list(started)] == [True, ["block 1", "block 0", "tied"]]
+    made, started, _ = reduction((1, 0), early=False)
+    assert [made.after_last(1), list(started)] == [True, ["block 1"]]
+    assert [made.after_last(0), list(started)] == [True, ["block 1", "block 0", "tied"]]
+    made.finish()
+    assert len(started) == 3
+
+
+def test_hooks_reduce_within_whole_backwards_and_nowhere_else() -> None:
+    def switched(units: dict[str, Unit]) -> set[str]:
+        return {name for name, unit in units.items() if unit.reduces}
+
+    made, started, units = reduction((1, 0), early=True)
+    made.before_last(1)
+    assert switched(units) == {"block 1"} and not started
+    units["block 1"].end()  # as FSDP2's hook does
+    assert not made.after_last(1) and started == ["block 1"]
+    assert units["block 1"].ends == 1  # its sum is waited for in the end
+    made.before_last(0)
+    assert switched(units) == set(units)
+    assert not made.after_last(0) and started == ["block 1", "block 0", "tied"]  # what no hook has seen
+    made, _, units = reduction((1, 0), early=True)
+    made.before_last(0)  # not its turn
+    assert switched(units) == set()
+    made, _, units = reduction((1, 0), early=False)
+    made.before_last(1)  # this rank's last action is a whole backward, its peers' may be another
+    assert switched(units) == set()
+
+
+class LeavesOnce(Callback):
+    """Ends the first run between the two batches of a step."""
+
+    left = False
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and not self.left:
+            self.left = True
+            raise KeyError("left")
+
+
+def leave_and_begin_again(layout: str) -> dict[str, Tensor]:
+    watch = hostile.Watch()
+    trainer = hostile.trainer_for(layout, [LeavesOnce(), watch], max_epochs=1, accumulate_grad_batches=2)
+    torch.manual_seed(0)
+    module = hostile.Net().double()
+    with pytest.raises(KeyError, match="left"):
+        trainer.fit(module, hostile.loader(layout))
+    trainer.fit(module, hostile.loader(layout))
+    return watch.weights
+
+
+def test_gradients_of_a_window_that_was_left_are_forgotten(pool: RankPool) -> None:
+    mine = pool.run(leave_and_begin_again, 2, "dp2_zero1", mode="trainer")[0]
+    assert hostile.differences(mine, leave_and_begin_again(hostile.PLAIN)) == []

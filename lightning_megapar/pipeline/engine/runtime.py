@@ -43,6 +43,19 @@ class Postponed(Protocol):
         """Compute what was left under ``key``."""
 
 
+class Reduction(Protocol):
+    """What happens to complete gradients: a :class:`~lightning_megapar.data_parallel.zero.Reduction`."""
+
+    def before_last(self, chunk: int) -> None:
+        """The action that completes a chunk's gradients comes next, and is a whole backward."""
+
+    def after_last(self, chunk: int) -> bool:
+        """A chunk's gradients are complete; whether something was done about it."""
+
+    def finish(self) -> None:
+        """The step's actions have run."""
+
+
 @dataclass(frozen=True)
 class Span:
     """When an action ran on this rank: seconds of :func:`time.perf_counter`, without the wait for what it needs.
@@ -88,6 +101,8 @@ class PipelineRuntime:
         self.placement = mesh.placement
         self.spans: list[Span] | None = None
         """When it is a list, every action that has run is appended."""
+        self.reductions: list[tuple[float, float]] | None = None
+        """When it is a list, start and end of every reduction of gradients are appended, on the clock of ``spans``."""
         self.stopwatch: Stopwatch | None = None
         """Is told of every action, when there is one."""
         self._device = device
@@ -142,7 +157,7 @@ class PipelineRuntime:
         forward: ForwardStep,
         backward: BackwardStep | None = None,
         *,
-        before_last_backward: Callable[[], None] | None = None,
+        reduction: Reduction | None = None,
         before_backward: Callable[[int], None] | None = None,
         postponed: Postponed | None = None,
     ) -> None:
@@ -152,14 +167,14 @@ class PipelineRuntime:
             schedule: its placement is this runtime's.
             forward: runs one microbatch through one chunk.
             backward: see :data:`BackwardStep`; not needed by a schedule of forwards alone.
-            before_last_backward: called once before the step's last backward (gradient reduction starts with it).
+            reduction: told of each chunk whose gradients get complete.
             before_backward: called with the microbatch before each of its backwards.
             postponed: where weight gradients wait; needed by schedules that split the backward.
 
         Raises:
             PipelineError: when a neighbour is gone or late; it names the action that waits.
         """
-        _Step(self, schedule, forward, backward, before_last_backward, before_backward, postponed).run()
+        _Step(self, schedule, forward, backward, reduction, before_backward, postponed).run()
 
 
 class _Groups:
@@ -199,13 +214,13 @@ class _Step:
         schedule: Schedule,
         forward: ForwardStep,
         backward: BackwardStep | None,
-        before_last_backward: Callable[[], None] | None,
+        reduction: Reduction | None,
         before_backward: Callable[[int], None] | None,
         postponed: Postponed | None,
     ) -> None:
         self.runtime, self.schedule = runtime, schedule
         self.forward, self.backward, self.postponed = forward, backward, postponed
-        self.before_last_backward, self.before_backward = before_last_backward, before_backward
+        self.reduction, self.before_backward = reduction, before_backward
         self.actions = schedule.ranks[runtime.rank]
         # Per chunk: microbatch -> received leaves, sent tensors, results.
         self.inputs: list[dict[int, list[Tensor]]] = [{} for _ in runtime._ends]
@@ -219,19 +234,30 @@ class _Step:
             if ends.gradient_in is not None:
                 ends.gradient_in.begin(self._backward_order(chunk))
             self._post(chunk)
-        last = max((i for i, a in enumerate(self.actions) if a.kind in ("backward", "backward_input")), default=-1)
+        last = self.schedule.completions(self.runtime.rank) if self.reduction is not None else {}
         for index, action in enumerate(self.actions):
-            if index == last and self.before_last_backward is not None:
-                self.before_last_backward()
+            completes = last.get(action.chunk) == index
+            if completes and self.reduction is not None and action.kind == "backward":
+                self.reduction.before_last(action.chunk)
             start = self._do(action)
             if self.runtime.stopwatch is not None:
                 self.runtime.stopwatch.note(action)
             if self.runtime.spans is not None:
                 self.runtime.spans.append(Span(action, start, self.runtime.now()))
+            if completes:
+                self._reduce(action.chunk)
             for sender in senders:
                 sender.collect()
+        if self.reduction is not None:
+            self.reduction.finish()
         for sender in senders:
             sender.drain()
+
+    def _reduce(self, chunk: int) -> None:
+        assert self.reduction is not None
+        start = self.runtime.now()
+        if self.reduction.after_last(chunk) and self.runtime.reductions is not None:
+            self.runtime.reductions.append((start, self.runtime.now()))
 
     def _backward_order(self, chunk: int) -> list[int]:
         """The microbatches in the order in which the next virtual stage sends their gradients."""

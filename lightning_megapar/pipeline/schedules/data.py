@@ -149,6 +149,14 @@ class Schedule:
         own = Node("F", k, microbatch)
         return [own] if k == self.num_virtual_stages - 1 else [own, Node("B", k + 1, microbatch)]
 
+    def completions(self, rank: int) -> dict[int, int]:
+        """For each chunk of a rank the position of the action after which its gradients are complete, in that order.
+
+        Empty without backwards.
+        """
+        last = {a.chunk: index for index, a in enumerate(self.ranks[rank]) if a.kind != "forward"}
+        return dict(sorted(last.items(), key=lambda item: item[1]))
+
     def peak_activations(self) -> tuple[int, ...]:
         """For each rank the largest number of (microbatch, chunk) pairs whose activations are alive at once.
 
