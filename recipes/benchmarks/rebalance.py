@@ -249,8 +249,8 @@ def scenario(layout: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.002, help="a block's forward")
-    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=0.004, help="a block's forward")
+    parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--noisy-steps", type=int, default=100)
     parser.add_argument("--out", type=Path)
@@ -260,9 +260,9 @@ def main() -> None:
     found: dict[str, Any] = {layout: scenario(layout, arguments) for layout in ("layers", "replicas")}
     noisy = run(
         layout="layers",
-        blocks=BLOCKS,
-        seconds=arguments.seconds / 4,
-        microbatches=8,
+        blocks=BLOCKS // 2,
+        seconds=arguments.seconds,
+        microbatches=4,
         slow_from=arguments.noisy_steps,
         factor=1.0,
         noise=0.2,
