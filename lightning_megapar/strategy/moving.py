@@ -7,6 +7,7 @@ parameters) is made anew. The numbers stay what they are, bit for bit.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megapar.data_parallel.parameters import local_tensor
 from lightning_megapar.layers.collectives import TensorRanks
@@ -27,12 +27,13 @@ from lightning_megapar.pipeline.cutting.stages import StagePlan
 from lightning_megapar.pipeline.engine.exchange import BoundaryReceiver, BoundarySender, Link
 from lightning_megapar.sharding.apply import parameter_owners, shard_module
 from lightning_megapar.sharding.by_plan import apply_assignments
+from lightning_megapar.strategy.attributes import attributes_of, held_in, packed, unpacked
 from lightning_megapar.strategy.prepare import PreparedModule, keyed_blocks, recorded_parameters
+from lightning_megapar.strategy.spares import Spares
 
 PROBE_BYTES = 4 * 2**20
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Appraisal:
 
     Args:
         largest: bytes that the busiest rank sends or receives.
-        pinned: blocks that cannot be moved, because somebody has put hooks on them.
+        pinned: blocks that cannot be moved, each with the reason.
         short: bytes that are missing on the rank that has the least free memory; 0 when everything fits.
     """
 
@@ -64,17 +65,26 @@ def appraise(
     mesh: ParallelMesh,
     optimizers: Sequence[Optimizer],
     device: torch.device,
+    holders: Iterable[Any] = (),
 ) -> Appraisal:
-    """Look at a move before it is made; collective over all ranks."""
+    """Look at a move before it is made; collective over all ranks.
+
+    Args:
+        module, prepared, ranges, mesh, optimizers, device: as for :func:`move_layers`.
+        holders: objects that may keep blocks or their parameters (callbacks).
+    """
     assert prepared.plan is not None and prepared.spares is not None
     going = moves(prepared.plan, replace(prepared.plan, ranges=ranges))
     here = mesh.coordinate("pipeline")
     sizes = {name: _bytes_of(module.get_submodule(name), optimizers) for name, source, _ in going if source == here}
     hooked = prepared.spares.hooked({name: module.get_submodule(name) for name, _, _ in going})
-    everyone: list[Any] = [(sizes, hooked)]
-    if mesh.layout.world_size > 1:
-        everyone = [None] * mesh.layout.world_size
-        dist.all_gather_object(everyone, (sizes, hooked))
+    stuck = _referred_to(module, [name for name, _, _ in going], holders)
+    stuck.update(dict.fromkeys(hooked, "it got hooks after set-up, which would be lost"))
+    for name in sizes:
+        reason = _stuck(module.get_submodule(name), prepared.spares, optimizers)
+        stuck.update({} if reason is None else {name: reason})
+    everyone: list[Any] = [None] * mesh.layout.world_size
+    dist.all_gather_object(everyone, (sizes, stuck))
     known = {name: max(one.get(name, 0) for one, _ in everyone) for name, _, _ in going}
     traffic = [0] * mesh.size("pipeline")
     for name, source, target in going:
@@ -84,7 +94,7 @@ def appraise(
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else arriving
     missing = torch.tensor(max(0, arriving - free), device=device)
     dist.all_reduce(missing, op=dist.ReduceOp.MAX)
-    pinned = sorted({name for _, names in everyone for name in names})
+    pinned = sorted({f"{name}: {why}" for _, reasons in everyone for name, why in reasons.items()})
     return Appraisal(max(traffic), tuple(pinned), int(missing))
 
 
@@ -138,7 +148,7 @@ def move_layers(
     here, spares = mesh.coordinate("pipeline"), prepared.spares
     going = moves(prepared.plan, plan)
     prepared.cut.remove_hooks()
-    arrived = _exchanged(module, going, mesh, optimizers, device)
+    arrived = _exchanged(module, going, spares, mesh, optimizers, device)
     # Before anything new: a stage may be as full as it was.
     for name, source, _ in going:
         if source == here:
@@ -167,6 +177,7 @@ def move_layers(
 def _exchanged(
     module: nn.Module,
     going: Sequence[tuple[str, int, int]],
+    spares: Spares,
     mesh: ParallelMesh,
     optimizers: Sequence[Optimizer],
     device: torch.device,
@@ -179,7 +190,7 @@ def _exchanged(
         for name, source, target in going:
             if source == here:
                 sender = BoundarySender(Link(mesh.stage_rank(target), group, device))
-                sender.send(_packed(module.get_submodule(name), optimizers), 0)
+                sender.send(_packed(module.get_submodule(name), spares, optimizers), 0)
                 senders.append(sender)
             elif target == here:
                 arrived[name], _ = BoundaryReceiver(Link(mesh.stage_rank(source), group, device)).take(0)
@@ -188,7 +199,7 @@ def _exchanged(
     return arrived
 
 
-def _packed(part: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def _packed(part: nn.Module, spares: Spares, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Everything of a block that a run has made of it, as a nest that can be sent."""
     parameters, gradients, trained, marks = {}, {}, {}, {}
     owned: list[dict[str, Any]] = [{} for _ in optimizers]
@@ -213,20 +224,65 @@ def _packed(part: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         "buffers": {
             path: {name: local_tensor(b) for name, b in child._buffers.items()} for path, child in part.named_modules()
         },
+        "aliases": _aliases(part),
         "unsaved": {path: sorted(child._non_persistent_buffers_set) for path, child in part.named_modules()},
+        "names": {path: sorted(attributes_of(child)) for path, child in part.named_modules()},
         "attributes": {
-            path: {k: v for k, v in vars(child).items() if k not in _OF_EVERY_MODULE and _travels(v)}
+            path: {
+                name: sent
+                for name, value in attributes_of(child).items()
+                if not spares.is_shared(value) and (sent := packed(value)) is not None
+            }
             for path, child in part.named_modules()
         },
     }
 
 
-def _travels(value: Any) -> bool:
-    """Whether an attribute is numbers, words and tensors; other objects are constant, and each stage has its own."""
-    return all(
-        isinstance(leaf, (*_PLAIN, Tensor)) and not isinstance(leaf, (nn.Parameter, DTensor))
-        for leaf in tree_leaves(value)
-    )
+def _aliases(part: nn.Module) -> list[list[tuple[str, str]]]:
+    """Places of each buffer, and each object in an attribute, that a block has under several names."""
+    places: dict[int, list[tuple[str, str]]] = {}
+    for path, child in part.named_modules():
+        for name, value in (*child._buffers.items(), *attributes_of(child).items()):
+            if value is not None and next(held_in(value), None) is value and not callable(value):
+                places.setdefault(id(value), []).append((path, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _referred_to(module: nn.Module, going: Iterable[str], holders: Iterable[Any]) -> dict[str, str]:
+    """Blocks that somebody outside of them keeps, whole or by a part or a parameter, each with who does."""
+    owner: dict[int, str] = {}
+    inside: set[int] = set()
+    for name in going:
+        part = module.get_submodule(name)
+        inside.update(map(id, part.modules()))
+        owner.update({id(one): name for one in (*part.modules(), *part.parameters())})
+    found: dict[str, str] = {}
+    outside = [child for child in module.modules() if id(child) not in inside]
+    for holder in (*outside, *holders):
+        attributes = attributes_of(holder) if isinstance(holder, nn.Module) else vars(holder)
+        for attribute, value in attributes.items():
+            for one in held_in(value):
+                if id(one) in owner:
+                    kept = f"{type(holder).__name__} keeps it, or a part of it, in the attribute {attribute!r}"
+                    found.setdefault(owner[id(one)], kept)
+    return found
+
+
+def _stuck(part: nn.Module, spares: Spares, optimizers: Sequence[Optimizer]) -> str | None:
+    """Why a block cannot be sent."""
+    for path, child in part.named_modules():
+        for name, value in attributes_of(child).items():
+            if not spares.is_shared(value):
+                try:
+                    packed(value)
+                except pickle.PicklingError as error:
+                    return f"its attribute {'.'.join(filter(None, (path, name)))!r} cannot be sent ({error})"
+    own = {id(p) for p in part.parameters()}
+    for optimizer in optimizers:
+        for name, value in vars(optimizer).items():
+            if name not in ("state", "param_groups") and any(id(one) in own for one in held_in(value)):
+                return f"{type(optimizer).__name__} keeps its parameters in the attribute {name!r}"
+    return None
 
 
 def _sent(value: Any) -> tuple[Any, str]:
@@ -326,13 +382,21 @@ def _rebuilt(
 @torch.no_grad()
 def _fill(part: nn.Module, nest: Mapping[str, Any], optimizers: Sequence[Optimizer], device: torch.device) -> None:
     for path, values in nest["attributes"].items():
-        own = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, values)
-        vars(part.get_submodule(path)).update(own)
+        child = part.get_submodule(path)
+        for name in attributes_of(child).keys() - set(nest["names"][path]):
+            del vars(child)[name]
+        vars(child).update({name: unpacked(sent) for name, sent in values.items()})
     for path, values in nest["buffers"].items():
         child = part.get_submodule(path)
         for name, value in values.items():
             child._buffers[name] = None if value is None else _like(value, child._buffers.get(name))
         child._non_persistent_buffers_set.update(nest["unsaved"][path])
+    for (first_path, first), *others in nest["aliases"]:
+        source = part.get_submodule(first_path)
+        for path, name in others:
+            target = part.get_submodule(path)
+            table = target._buffers if name in target._buffers else vars(target)
+            table[name] = source._buffers[first] if first in source._buffers else vars(source)[first]
     for name, parameter in part.named_parameters():
         _set(parameter, nest["parameters"][name])
         parameter.requires_grad_(nest["trained"][name])

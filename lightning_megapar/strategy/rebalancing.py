@@ -96,6 +96,7 @@ class Rebalancer:
         optimizers: those of the run.
         convert: the precision plugin's ``convert_module``.
         adopt: takes what is known of the share after a move.
+        holders: objects that may keep blocks or their parameters (callbacks).
     """
 
     def __init__(
@@ -110,13 +111,14 @@ class Rebalancer:
         optimizers: Callable[[], Sequence[Optimizer]],
         convert: Callable[[nn.Module], nn.Module],
         adopt: Callable[[PreparedModule], None],
+        holders: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         self.options = options
         self.events: list[BalanceEvent] = []
         """What was found and done so far; the same on every rank but for what only the first one finds."""
         self._module, self._mesh, self._device = module, mesh, device
         self._schedule, self._stepper, self._prepared = schedule, stepper, prepared
-        self._optimizers, self._convert, self._adopt = optimizers, convert, adopt
+        self._optimizers, self._convert, self._adopt, self._holders = optimizers, convert, adopt, holders
         self._history = History(options.window)
         self._slow = SlowRanks(options.slow_factor)
         self._levers = {"layers": options.layers, "replicas": options.replicas}
@@ -273,14 +275,16 @@ class Rebalancer:
 
     def _move(self, order: Proposal, start: float) -> bool:
         optimizers = self._optimizers()
-        appraisal = appraise(self._module, self._prepared, order.ranges, self._mesh, optimizers, self._device)
+        appraisal = appraise(
+            self._module, self._prepared, order.ranges, self._mesh, optimizers, self._device, self._holders()
+        )
         if self._per_byte is None:
             self._per_byte = seconds_per_byte(self._mesh, self._device)
         # After the first one, what a move took beside its messages is known.
         price = appraisal.largest * self._per_byte + self._fixed_seconds
         reason = ""
         if appraisal.pinned:
-            reason = f"{', '.join(appraisal.pinned[:3])} got hooks after set-up, which would be lost"
+            reason = "; ".join(appraisal.pinned[:3])
         elif appraisal.short:
             reason = f"{appraisal.short:,} bytes are missing on the stage that would get more layers"
         elif not order.pays(price, self.options.pays_within):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,10 @@ from torchmetrics import Metric
 from lightning_megapar.config import ConfigError
 from lightning_megapar.pipeline.cutting.stages import StagePlan
 from lightning_megapar.sharding.blueprint import on_meta
+from lightning_megapar.strategy.attributes import attributes_of, held_in
 
+OUTSIDE = -1
+"""Stands for modules beside the blocks where blocks have their numbers."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -30,6 +33,7 @@ class Spares:
     modules: Mapping[str, nn.Module]
     kinds: tuple[str, ...]
     _hooks: dict[str, int] = field(default_factory=dict)
+    _shared: Mapping[int, Any] = field(default_factory=dict)
 
     @classmethod
     def record(cls, module: nn.Module, plan: StagePlan) -> Spares:
@@ -37,12 +41,17 @@ class Spares:
 
         Raises:
             ConfigError: for blocks that cannot be moved: those that share a parameter with something else, that are
-                there twice, that are compiled, that hold metrics, or that cannot be copied.
+                there twice, that are compiled, that hold metrics, or that cannot be copied, and for lists in which
+                somebody keeps blocks or their parameters.
         """
         groups = [(name, *beside) for name, beside in zip(plan.blocks, plan.beside)]
         _refuse_shared(module, groups)
+        owners, objects = _owners(module, groups)
+        number_of = {name: number for number, group in enumerate(groups) for name in group}
         spares: dict[str, nn.Module] = {}
         for name in plan.stage_of():
+            mine = {number_of.get(name, OUTSIDE)}
+            kept = [one for key, one in objects.items() if not owners[key] <= mine]
             part = module.get_submodule(name)
             compiled = [path for path, child in part.named_modules() if child._compiled_call_impl is not None]  # type: ignore[attr-defined]
             if compiled and any(name in group for group in groups):
@@ -56,18 +65,25 @@ class Spares:
                     "rebalance=replicas, rebalance=null, or metrics in the LightningModule itself"
                 )
             try:
-                spares[name] = on_meta(part, _hook_functions(part))
+                spares[name] = on_meta(part, [*_hook_functions(part), *kept])
             except Exception as error:
                 raise ConfigError(
                     f"rebalance: {name!r} cannot be copied ({type(error).__name__}: {error}), which moving layers "
                     "needs; valid: rebalance=replicas, or rebalance=null"
                 ) from error
-        return cls(spares, tuple(" + ".join(_kind(spares[name]) for name in group) for group in groups))
+        kinds = tuple(" + ".join(_kind(spares[name]) for name in group) for group in groups)
+        shared = {key: one for key, one in objects.items() if len(owners[key]) > 1 or OUTSIDE in owners[key]}
+        return cls(spares, kinds, _shared=shared)
+
+    def is_shared(self, value: Any) -> bool:
+        """Whether an attribute is an object that others than the block hold too: each stage has one for all of them."""
+        return value is not None and self._shared.get(id(value)) is value
 
     def fresh(self, name: str) -> nn.Module:
         """A copy of a part, without numbers."""
         part = self.modules[name]
-        return copy.deepcopy(part, {id(hook): hook for hook in _hook_functions(part)})  # type: ignore[no-any-return]
+        memo = {**self._shared, **{id(hook): hook for hook in _hook_functions(part)}}
+        return copy.deepcopy(part, memo)  # type: ignore[no-any-return]
 
     def note_hooks(self, parts: Mapping[str, nn.Module]) -> None:
         """The hooks that are there now are known to whoever rebuilds a stage."""
@@ -77,6 +93,44 @@ class Spares:
     def hooked(self, parts: Mapping[str, nn.Module]) -> list[str]:
         """Names of parts that somebody has put hooks on since :meth:`note_hooks`: a copy would not have them."""
         return sorted(name for name, part in parts.items() if _hooks_of(part) != self._hooks.get(name, 0))
+
+
+def _owners(module: nn.Module, groups: Sequence[tuple[str, ...]]) -> tuple[dict[int, set[int]], dict[int, Any]]:
+    """By ``id``, in attributes of which blocks an object is held (:data:`OUTSIDE` for modules beside), and the objects.
+
+    Raises:
+        ConfigError: for a block, or a parameter of one, that somebody keeps in an attribute.
+    """
+    group_of = {
+        id(child): number
+        for number, group in enumerate(groups)
+        for name in group
+        for child in module.get_submodule(name).modules()
+    }
+    owner_of = dict(group_of)
+    for child in module.modules():
+        for parameter in child._parameters.values():
+            if parameter is not None and id(child) in group_of:
+                owner_of[id(parameter)] = group_of[id(child)]
+    owners: dict[int, set[int]] = {}
+    objects: dict[int, Any] = {}
+    for path, child in module.named_modules():
+        here = group_of.get(id(child), OUTSIDE)
+        owners.setdefault(id(child), set()).add(here)
+        objects[id(child)] = child
+        for attribute, value in attributes_of(child).items():
+            for one in held_in(value):
+                whose = owner_of.get(id(one))
+                if whose is not None and (whose != here or isinstance(one, nn.Parameter)):
+                    what = "a parameter of " if isinstance(one, nn.Parameter) else ""
+                    raise ConfigError(
+                        f"rebalance: the attribute {'.'.join(filter(None, (path, attribute)))!r} holds {what}block "
+                        f"{whose}, which would be another one after a move; valid: rebalance=replicas, "
+                        "rebalance=null, or looking it up when it is needed"
+                    )
+                owners.setdefault(id(one), set()).add(here)
+                objects[id(one)] = one
+    return owners, objects
 
 
 def _hooks_of(part: nn.Module) -> int:
@@ -108,18 +162,18 @@ def _refuse_shared(module: nn.Module, groups: Iterable[tuple[str, ...]]) -> None
     for number, group in enumerate(groups):
         for name in group:
             part = module.get_submodule(name)
-            for tensor in (*part.parameters(), *part.modules()):
+            for tensor in (*part.parameters(), *part.buffers(), *part.modules()):
                 other = owner.setdefault(id(tensor), f"block {number}")
                 if other != f"block {number}":
                     raise ConfigError(
-                        f"rebalance: {name!r} shares a parameter or a layer with {other}, so that neither can be moved "
-                        "alone; valid: rebalance=replicas, rebalance=null, or blocks with parameters of their own"
+                        f"rebalance: {name!r} shares a parameter, a buffer or a layer with {other}, so that neither "
+                        "can be moved alone; valid: rebalance=replicas, rebalance=null, or tensors of their own"
                     )
     for path, child in module.named_modules(remove_duplicate=False):
         inside = any(path == name or path.startswith(f"{name}.") for group in groups for name in group)
-        for name, parameter in () if inside else child._parameters.items():
-            if parameter is not None and id(parameter) in owner:
+        for name, tensor in () if inside else (*child._parameters.items(), *child._buffers.items()):
+            if tensor is not None and id(tensor) in owner:
                 raise ConfigError(
-                    f"rebalance: {path}.{name} is a parameter of {owner[id(parameter)]} as well, which cannot be moved "
-                    "without it; valid: rebalance=replicas, rebalance=null, or a parameter of its own"
+                    f"rebalance: {'.'.join(filter(None, (path, name)))!r} belongs to {owner[id(tensor)]} as well, "
+                    "which cannot move without it; valid: rebalance=replicas, rebalance=null, or a tensor of its own"
                 )

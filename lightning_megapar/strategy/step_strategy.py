@@ -279,6 +279,7 @@ class StepStrategy(StateStrategy):
             lambda: [unwrapped(one) for one in self.optimizers],
             self.precision_plugin.convert_module,
             self._take_over,
+            lambda: callbacks,
         )
         self._events = self._rebalancer.events
 

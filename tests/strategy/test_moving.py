@@ -121,7 +121,15 @@ class Move(Callback):
 
 def fit(layout: str, module: type[Net] = Stack, ranges: Any = None, **options: Any) -> dict[str, Any]:
     """As :func:`hostile.fit`, with the moves that were made and the blocks that each rank held in each step."""
-    names = ("accumulate_grad_batches", "gradient_clip_val", "max_epochs", "validate", "ckpt_path", "precision")
+    names = (
+        "accumulate_grad_batches",
+        "gradient_clip_val",
+        "max_epochs",
+        "validate",
+        "ckpt_path",
+        "precision",
+        "dtype",
+    )
     kwargs = {name: options.pop(name) for name in names if name in options}
     save, more = options.pop("save", None), options.pop("more", [])
     train = hostile.loader(layout) if options.pop("samples", False) else sentences()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from typing import Any
 
 import hostile
@@ -82,8 +83,8 @@ class Odd(Net):
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        (Shared, "shares a parameter or a layer with block"),
-        (TiedOutside, "is a parameter of block 1 as well"),
+        (Shared, "shares a parameter, a buffer or a layer with block"),
+        (TiedOutside, "belongs to block 1 as well"),
         (Compiled, "is compiled, and a compiled block cannot be moved"),
         (Metered, "holds a torchmetrics object"),
         (Odd, "cannot be copied"),
@@ -129,6 +130,109 @@ class Keeping(Rows):
 def test_what_blocks_keep_in_attributes_goes_along(pool: RankPool) -> None:
     results = pool.run(fit, 2, "pp2", Keeping, FOUR_STEPS, mode="trainer", samples=True, num_microbatches=1)
     agree(results, fit(hostile.PLAIN, Keeping, samples=True), moves=6)
+
+
+class Options:
+    rate = 0.1
+
+
+class Sharer(nn.Module):
+    """It also has one buffer under two names, a list that two layers share, and collections of its own."""
+
+    def __init__(self, options: Options, shared: dict[str, Tensor], rate: Any) -> None:
+        super().__init__()
+        self.options, self.shared, self.rate = options, shared, rate
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("first", torch.zeros(8, dtype=torch.float64))
+        self.register_buffer("second", self.first)
+        self.one.seen = self.two.seen = [0.0]  # type: ignore[assignment]
+        self.last, self.kinds, self.warm = deque([0.0], maxlen=2), Counter({"a": 1}), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = self.shared["scale"] * self.options.rate * self.rate() + self.second + self.two.seen[-1]  # type: ignore[index]
+        out: Tensor = x + torch.tanh(self.two(torch.tanh(self.one(x)))) * (1 + more + self.last[0] + self.kinds["a"])
+        if self.training:
+            self.first.add_(0.01)  # type: ignore[operator]
+            self.one.seen.append(0.02 * len(self.one.seen))  # type: ignore[operator,union-attr,arg-type]
+            self.last.append(self.last[-1] + 0.01)
+            self.kinds["a"] += 1
+            if hasattr(self, "warm"):
+                del self.warm
+            else:
+                out = out * 0.99
+        return out
+
+
+class Sharing(Rows):
+    """Blocks that share objects with the module, which changes them, and among themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options, self.shared = Options(), {"scale": torch.ones(8, dtype=torch.float64)}
+        self.blocks = nn.Sequential(*[Sharer(self.options, self.shared, self.pace) for _ in range(8)])
+        self.steps_done = 0
+
+    def pace(self) -> float:
+        return 1 + 0.1 * self.steps_done
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.options.rate *= 0.9
+        self.shared["scale"] = self.shared["scale"] * 1.1
+        self.steps_done += 1
+
+
+def test_shared_objects_stay_shared(pool: RankPool) -> None:
+    results = pool.run(fit, 2, "pp2", Sharing, FOUR_STEPS, mode="trainer", samples=True, num_microbatches=1)
+    agree(results, fit(hostile.PLAIN, Sharing, samples=True), moves=6)
+
+
+class SharedBuffer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(16))
+        for block in self.blocks:
+            block.register_buffer("table", self.table)  # type: ignore[arg-type]
+
+
+class OwnList(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].kept = [self.blocks[1][0].weight]  # type: ignore[index]
+
+
+class ListOfBlocks(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.every_second = [self.blocks[0], self.blocks[2]]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (SharedBuffer, "shares a parameter, a buffer or a layer with block 0|belongs to block"),
+        (OwnList, "'blocks.1.kept' holds a parameter of block 1"),
+        (ListOfBlocks, "'every_second' holds block 0"),
+    ],
+)
+def test_what_would_go_stale_is_refused(pool: RankPool, module: type[Net], text: str) -> None:
+    with pytest.raises(RankError, match=text):
+        pool.run(hostile.fit, 2, "pp2", module, mode="trainer", options={"rebalance": "layers"})
+
+
+class KeepsParameters(Callback):
+    """Keeps parameters of a block from the start of the run."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.kept = [p for block in module.blocks for p in block.parameters()]
+
+
+def kept() -> dict[str, Any]:
+    return fit("pp2", Rows, {0: ((0, 2), (2, 8))}, samples=True, more=[KeepsParameters()])
+
+
+def test_a_callback_that_keeps_parameters_keeps_blocks_where_they_are(pool: RankPool) -> None:
+    results = pool.run(kept, 2, mode="trainer")
+    assert set(results[0]["_moves"]) == {"declined"} and set(results[0]["_held"]) == {4}
 
 
 def test_averages_of_a_stage_s_weights_are_refused(pool: RankPool) -> None:
@@ -181,13 +285,8 @@ def test_pieces_and_replicas(pool: RankPool, layout: str) -> None:
     assert results[0]["_cut"] == (layout == "tp2_pp2")
 
 
-class Floats(Rows):
-    def double(self) -> Floats:
-        return self
-
-
 def precise(precision: str, ranges: Any) -> dict[str, Any]:
-    return fit("pp2", Floats, ranges, samples=True, precision=precision)
+    return fit("pp2", Rows, ranges, samples=True, precision=precision, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])

@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from operator import mul
 from typing import Any, Literal
 
 from lightning_megapar.config import ConfigError
@@ -119,27 +118,37 @@ def share_microbatches(seconds: Callable[[int, int], float], total: int, replica
     return tuple(shares)
 
 
-def possible_gain(now: Situation, found: Estimate, levers: Mapping[str, bool]) -> float:
-    """About the largest share of a step that can be saved: by layers and microbatches that could be divided at will,
-    with a step that takes ``microbatches x slowest stage + the other stages once``. Costs next to nothing, so that
-    simulations are run only where they can matter.
+def worth_a_look(now: Situation, found: Estimate, lever: str, least: float) -> bool:
+    """Whether a lever may save ``least`` of the step's time: costs little, so that it can be asked after every step.
+
+    Layers: whether the slowest rank takes so much longer than all would with layers that could be divided at will.
+    Replicas: whether a step with microbatches that could be divided would be so much shorter. With whole backwards of
+    one chunk, a replica takes at least ``n x stage + the stages before it once`` for every stage.
     """
-    stages, replicas = range(now.num_stages), range(len(now.shares))
     pieces = found.pieces(now.ranges)
     loads = [sum(pieces[k] for k in row) for row in now.placement]
+    stages, replicas = range(now.num_stages), range(len(now.shares))
     taken = [[loads[rank] * found.slowness[rank, data] for rank in stages] for data in replicas]
-    slowest, ramps = [max(row) for row in taken], [sum(row) - max(row) for row in taken]
-    present = max(count * seconds + ramp for count, seconds, ramp in zip(now.shares, slowest, ramps))
+    slowest = [max(row) for row in taken]
     if not min(slowest) > 0:
-        return 0.0
-    best = present
-    if levers.get("layers"):
-        speed = sum(1 / slowness for slowness in found.stage_slowness(now.num_stages))
-        best = min(best, (max(now.shares) + now.num_stages - 1) * sum(loads) / speed)
-    if levers.get("replicas"):
-        rates = [1 / seconds for seconds in slowest]
-        best = min(best, (sum(now.shares) + sum(map(mul, ramps, rates))) / sum(rates))
-    return 1 - best / present
+        return False
+    if lever == "layers":
+        even = sum(loads) / sum(1 / slowness for slowness in found.stage_slowness(now.num_stages))
+        return max(slowest) > even * (1 + least / 2)
+    schedule = now.of(now.shares[0])
+    is_whole = schedule.num_chunks == 1 and not schedule.splits_backward
+    present = step_seconds(now, found, now.ranges, now.shares)
+    # Of every bound by one stage of each replica: n microbatches take n x stage + ramp.
+    bounds = []
+    for places in zip(*(_ramps(row) if is_whole else [(max(row), 0.0)] for row in taken)):
+        rates = [1 / stage for stage, _ in places]
+        bounds.append((sum(now.shares) + sum(ramp * rate for (_, ramp), rate in zip(places, rates))) / sum(rates))
+    return 1 - max(bounds) / present >= least
+
+
+def _ramps(row: Sequence[float]) -> list[tuple[float, float]]:
+    """``(stage, what the stages before it take)`` of each stage."""
+    return [(stage, sum(row[:rank])) for rank, stage in enumerate(row)]
 
 
 def propose(now: Situation, found: Estimate, levers: Mapping[str, bool], least: float = 0.0) -> Proposal | None:
@@ -151,7 +160,8 @@ def propose(now: Situation, found: Estimate, levers: Mapping[str, bool], least: 
         levers: ``"layers"`` and ``"replicas"``: whether they may be pulled.
         least: share of the step's time that has to be saved.
     """
-    if possible_gain(now, found, levers) < least / 2:
+    levers = {lever: allowed and worth_a_look(now, found, lever, least) for lever, allowed in levers.items()}
+    if not any(levers.values()):
         return None
     present = step_seconds(now, found, now.ranges, now.shares)
     options: list[tuple[float, Any]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -56,7 +57,7 @@ class Rebalance:
                 raise ConfigError(f"rebalance.{name}={value!r}: expected a number of steps, 1 or more")
         for name, least in (("slow_factor", 1.0), ("min_gain", 0.0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > least:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < math.inf:
                 raise ConfigError(f"rebalance.{name}={value!r}: expected a number above {least:g}")
         if self.min_gain >= 1:
             raise ConfigError(f"rebalance.min_gain={self.min_gain!r}: expected a share of the step's time, below 1")
@@ -89,7 +90,7 @@ def given_rebalance(value: Any) -> Rebalance | None:
     if value is True or value == "auto":
         return Rebalance()
     if isinstance(value, Mapping):
-        refuse_unknown("rebalance", value, [field.name for field in fields(Rebalance)])
+        refuse_unknown("rebalance", map(str, value), [field.name for field in fields(Rebalance)])
         return Rebalance(**value)
     names = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else None
     if not names or not all(isinstance(name, str) for name in names):
@@ -98,19 +99,21 @@ def given_rebalance(value: Any) -> Rebalance | None:
         )
     for name in names:
         if name not in LEVERS:
-            near = nearest_name(name, (*LEVERS, "auto", "off"))
+            words = (*LEVERS, "auto", "off") if isinstance(value, str) else LEVERS
+            near = nearest_name(name, words)
             hint = f"; did you mean {near!r}?" if near else ""
-            raise ConfigError(f"rebalance={name!r} is not one of {', '.join(LEVERS)}, auto, off{hint}")
+            raise ConfigError(f"rebalance={value!r}: {name!r} is not one of {', '.join(words)}{hint}")
     return Rebalance(**{lever: lever in names for lever in LEVERS})
 
 
 def usable(config: ParallelConfig, layout: Layout) -> Rebalance | None:
     """The settings' options with the levers that a layout has; ``None`` when there is nothing to balance.
 
-    ``rebalance=True`` on a layout without stages or replicas does nothing; a lever that is named alone must be there.
+    Levers that a layout has not are left out, as long as there is one. A single device has nothing to balance.
 
     Raises:
-        ConfigError: for levers that cannot be right with the other settings, with what to change.
+        ConfigError: when the layout has none of those that are asked for, and for levers that cannot be right with the
+            other settings, with what to change.
     """
     options = given_rebalance(config.rebalance)
     if options is None or layout.world_size == 1:
