@@ -225,6 +225,8 @@ class SettingsCheck:
         value = override.value()
         if not isinstance(value, dict) or override.is_delete():
             return True
+        if not isinstance(OmegaConf.select(config, override.key_or_group), DictConfig):
+            return True  # it takes the place of a plain value: what may be in it is for the setting's owner to say
         inside = [join(override.key_or_group, path) for path in defined_paths(OmegaConf.create(value))]
         wrong = [path for path in inside if not _contains(config, path)]
         for path in wrong:

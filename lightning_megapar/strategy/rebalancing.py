@@ -68,11 +68,12 @@ class BalanceEvent:
 
     Args:
         step: batches trained so far.
-        kind: ``"slow"`` (a rank), ``"layers"``, ``"replicas"``, ``"microbatches"``, or ``"declined"`` (a move that
-            would not pay, fit, or be complete).
+        kind: ``"slow"`` (a rank), ``"layers"``, ``"replicas"``, ``"microbatches"``, ``"measured"`` (what a move has
+            brought), or ``"declined"`` (a move that would not pay, fit, or be complete).
         text: for people.
-        gain: predicted share of the step's time that is saved; of a slow rank, how many times as long it takes.
+        gain: predicted share of the step's time that is saved.
         seconds: that the move took.
+        slowness: of a slow rank, how many times as long it takes for the same work.
     """
 
     step: int
@@ -80,6 +81,7 @@ class BalanceEvent:
     text: str
     gain: float = 0.0
     seconds: float = 0.0
+    slowness: float = 1.0
 
 
 class Rebalancer:
@@ -115,7 +117,7 @@ class Rebalancer:
     ) -> None:
         self.options = options
         self.events: list[BalanceEvent] = []
-        """What was found and done so far; the same on every rank but for what only the first one finds."""
+        """What was found and done so far, on every rank."""
         self._module, self._mesh, self._device = module, mesh, device
         self._schedule, self._stepper, self._prepared = schedule, stepper, prepared
         self._optimizers, self._convert, self._adopt, self._holders = optimizers, convert, adopt, holders
@@ -132,12 +134,16 @@ class Rebalancer:
         self._fixed_seconds = 0.0
         self._batches = self._samples = 0
         self._moved = self._order_is_out = False
+        self._is_open = True
         self._watch = Stopwatch(device, lambda: stepper.is_running)
         stepper.runtime.stopwatch = self._watch
         self._look_at(prepared)
 
     def close(self) -> None:
-        """Stop measuring."""
+        """Stop measuring, and say so when there was nothing to do."""
+        if self._is_open and self._batches and not any(event.kind != "slow" for event in self.events):
+            rank_zero_info(f"balance: {self._batches} batches were measured, nothing had to move")
+        self._is_open = False
         self._watch.watch({})
         self._stepper.runtime.stopwatch = None
 
@@ -176,8 +182,10 @@ class Rebalancer:
             dist.broadcast_object_list(box, src=0)
             self._agenda, self._order = box[0], None
             return
-        if times is not None and self._mesh.rank == 0 and self._order is None and self._agenda is None:
-            self._order = self._decided(times)
+        if times is not None and self._agenda is None:
+            decided = self._decided(times)
+            if self._mesh.rank == 0:
+                self._order = decided
 
     def _gathered(self) -> StepTimes | None:
         """What every place took; ``None`` when the batch had not all its microbatches."""
@@ -207,7 +215,7 @@ class Rebalancer:
             found.setdefault((place["pipeline"], place["data"]), []).append(RankTimes.unpacked(numbers[2:], chunks))
         return {place: slowest(times) for place, times in found.items()}
 
-    # -- deciding, on the first rank ---------------------------------------------------------------------------------
+    # -- deciding: every rank sees what is slow, the first one's order counts -----------------------------------------
 
     def _decided(self, times: StepTimes) -> Order | None:
         self._history.add(times)
@@ -222,6 +230,8 @@ class Rebalancer:
         self._learn(now, found)
         if self._sizes is not None and not self._sizes.is_settled and self._stepper.sharing.is_even:
             return self._sizes.next(now, self._samples, medians) if self._history.is_full else None
+        if self._mesh.rank != 0:
+            return None
         proposal = propose(now, found, self._levers, self._least_gain)
         self._agreed = self._agreed + 1 if proposal is not None else 0
         if self._agreed < self.options.patience:
@@ -242,14 +252,16 @@ class Rebalancer:
             names = [f"stage {stage}"] if self._mesh.size("pipeline") > 1 else []
             names += [f"replica {data}"] if self._mesh.size("data") > 1 else []
             text = f"{' of '.join(names)} takes {ratio:.2f} times as long as the others for the same work"
-            self._note("slow", text, ratio)
+            self._note("slow", text, slowness=ratio)
 
     def _learn(self, now: Situation, found: Estimate) -> None:
         """Whether the last move brought what it promised; if not, the next one has to promise more."""
         if self._expected is None:
             return
         promised, self._expected = self._expected, None
-        if step_seconds(now, found, now.ranges, now.shares) > promised * (1 + self.options.min_gain):
+        taken = step_seconds(now, found, now.ranges, now.shares)
+        self._note("measured", f"a step takes {taken:.3g} s by its parts now; {promised:.3g} s were expected")
+        if taken > promised * (1 + self.options.min_gain):
             self._least_gain = min(0.5, 2 * self._least_gain)
 
     # -- doing, on all ranks -----------------------------------------------------------------------------------------
@@ -319,8 +331,8 @@ class Rebalancer:
         if prepared.spares is not None:
             prepared.spares.note_hooks({name: self._module.get_submodule(name) for name in prepared.spares.modules})
 
-    def _note(self, kind: str, text: str, gain: float = 0.0, seconds: float = 0.0) -> None:
-        self.events.append(BalanceEvent(self._batches, kind, text, gain, seconds))
+    def _note(self, kind: str, text: str, gain: float = 0.0, seconds: float = 0.0, slowness: float = 1.0) -> None:
+        self.events.append(BalanceEvent(self._batches, kind, text, gain, seconds, slowness))
         rank_zero_info(f"balance after batch {self._batches}: {text}")
 
 

@@ -71,6 +71,10 @@ class StepStrategy(StateStrategy):
         if progress.completed == progress.ready >= trainer.num_training_batches:
             progress.reset()
 
+    def on_train_end(self) -> None:
+        if self._rebalancer is not None:
+            self._rebalancer.close()
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._leave_if_requested()
         if self._rebalancer is not None and not self.stepper.window_is_open:
@@ -300,7 +304,9 @@ class StepStrategy(StateStrategy):
         from rich.console import Console
         from rich.table import Table
 
-        table = Table("stage", "blocks", "parameters", title="pipeline stages")
+        by_flops = self.settled.pipeline_balance_by == "flops" and self.settled.pipeline_split is None
+        title = "pipeline stages" + (", balanced by the operations of a step" if by_flops else "")
+        table = Table("stage", "blocks", "parameters", title=title)
         for row in plan.rows():
             table.add_row(*row)
         Console().print(table)

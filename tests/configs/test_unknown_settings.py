@@ -163,6 +163,8 @@ def test_every_option_of_every_group_composes_without_an_alarm(conf: Path) -> No
         ["~callbacks.sample_text", "hydra.job.chdir=false", "hydra/job_logging=disabled"],
         ["+callbacks.lr={_target_: lightning.pytorch.callbacks.LearningRateMonitor, logging_interval: step}"],
         ["model={num_layers: 8}", "parallel.pipeline_split=[1,3]", "run_dir='a/b c'", "resume=runs/x"],
+        ["parallel=pp2", "parallel.rebalance={min_gain: 0.2}"],
+        ["parallel=dp2_pp2", "parallel.rebalance=[layers,replicas]"],
         ["callbacks.checkpoint.every_n_train_steps=5"],
     ],
 )

@@ -46,7 +46,7 @@ def test_the_table() -> None:
     with console.capture() as capture:
         console.print(choose_schedule(4, 16, memory_limit=4).table())
     text = capture.get()
-    assert "4 stages, 16 microbatches" in text and "taken" in text and "needs 16 on rank" in text
+    assert "4 stages, 16 microbatches" in text and "taken" in text and "needs 16 on every rank" in text
     assert [row[:5] for row in choose_schedule(2, 4, candidates=["1f1b"]).rows()] == [("1f1b", "1", "15", "20.0%", "2")]
 
 

@@ -138,7 +138,7 @@ def fit(layout: str, module: type[Net] = Stack, ranges: Any = None, **options: A
     options = {"rebalance": {"min_gain": 0.9, "replicas": False}, **options}
     move = Move(ranges or {}, save)
     result = hostile.fit(layout, module, train=train, callbacks=[move, *more], options=options, **kwargs)
-    move.events = [event.kind for event in move.strategy.balance_events if event.kind != "slow"]
+    move.events = [event.kind for event in move.strategy.balance_events if event.kind not in ("slow", "measured")]
     return {**result, "_moves": move.events, "_held": move.held, "_cut": move.strategy.prepared.is_cut}
 
 

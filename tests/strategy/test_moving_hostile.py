@@ -189,7 +189,7 @@ def test_shared_objects_stay_shared(pool: RankPool) -> None:
 class SharedBuffer(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("table", torch.ones(16))
+        self.register_buffer("table", torch.ones(16, dtype=torch.float64))
         for block in self.blocks:
             block.register_buffer("table", self.table)  # type: ignore[arg-type]
 

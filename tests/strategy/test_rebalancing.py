@@ -122,7 +122,8 @@ def test_layers_leave_a_slow_stage(pool: RankPool) -> None:
     results = pool.run(fit, 2, "pp2", Long, {(1, 0): 2.0}, 3, mode="trainer")
     events = results[0]["_events"]
     kinds = [kind for _, kind, _ in events]
-    assert kinds == ["slow", "layers"], events
+    assert kinds == ["slow", "layers", "measured"], events
+    assert results[1]["_events"] == events  # on every rank
     assert 3 < events[0][0] <= 3 + 5 and events[1][0] <= 3 + 7, events
     assert "stage 1 takes 2.00 times as long" in events[0][2]
     # Sixteen blocks at speeds 1 and 1/2: eleven take 11, five take 10.
@@ -134,7 +135,7 @@ def test_microbatches_leave_a_slow_replica(pool: RankPool) -> None:
     options = {"rebalance": "replicas", "num_microbatches": 4, "train": hostile.loader("dp2", 96, shuffle=False)}
     results = pool.run(fit, 2, "dp2", Net, {(0, 1): 2.0}, 3, mode="trainer", **options)
     events = results[0]["_events"]
-    assert [kind for _, kind, _ in events] == ["slow", "replicas"], events
+    assert [kind for _, kind, _ in events][:2] == ["slow", "replicas"], events
     assert events[0][0] <= 3 + 5 and "replica 1 takes 2.00 times" in events[0][2]
     assert [one["_shares"] for one in results] == [(5, 3)] * 2
     expected = fit(hostile.PLAIN, Net, {}, 0, train=hostile.loader(hostile.PLAIN, 96, shuffle=False))
@@ -146,7 +147,7 @@ def test_the_number_of_microbatches_is_tried_and_settled(pool: RankPool, sized: 
     """Where an action takes as long for one sample as for many, more of them are given up again."""
     options = {"rebalance": "microbatches", "train": sentences("pp2", 16), "sized": sized}
     results = pool.run(fit, 2, "pp2", Long, {}, 0, mode="trainer", **options)
-    texts = [text for _, _, text in results[0]["_events"]]
+    texts = [text for _, kind, text in results[0]["_events"] if kind == "microbatches"]
     assert texts == [f"batches are cut into {number} microbatches" for number in numbers]
     hostile.agree(shown(results), fit(hostile.PLAIN, Long, {}, 0, train=sentences("pp2", 16)))
 

@@ -67,14 +67,16 @@ class Choice:
         return self.timeline.schedule.num_chunks
 
     def rows(self) -> list[tuple[str, str, str, str, str, str]]:
-        """(schedule, chunks, makespan, bubble, largest activation memory, reason) for a table."""
+        """(schedule, chunks, makespan, idle share of it, largest activation memory, reason) for a table."""
         rows = []
         for one in self.candidates:
             if one.timeline is None:
                 figures = ("-", "-", "-")
             else:
                 memory = max(one.timeline.peak_memory)
-                figures = (f"{one.timeline.makespan:.6g}", f"{one.timeline.bubble_fraction:.1%}", f"{memory:.6g}")
+                whole = one.timeline.makespan * one.timeline.schedule.num_stages
+                idle = 1 - sum(one.timeline.busy) / whole if whole else 0.0
+                figures = (f"{one.timeline.makespan:.6g}", f"{idle:.1%}", f"{memory:.6g}")
             rows.append((one.name, str(one.num_chunks), *figures, one.reason))
         return rows
 
@@ -85,8 +87,9 @@ class Choice:
         schedule = self.timeline.schedule
         title = f"pipeline schedule: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
         table = Table(title=title)
-        for column in ("schedule", "chunks", "makespan", "bubble", "activations", "reason"):
-            table.add_column(column, justify="left" if column in ("schedule", "reason") else "right")
+        for column in ("schedule", "chunks", "makespan", "idle", "activations", "reason"):
+            names = column in ("schedule", "reason")
+            table.add_column(column, justify="left" if names else "right", no_wrap=column == "schedule")
         for row in self.rows():
             table.add_row(*row, style="bold" if row[5] == "taken" else None)
         return table
@@ -163,8 +166,11 @@ def too_much(timeline: Timeline, limit: tuple[float, ...] | None) -> str:
     over = [(need - most, rank) for rank, (need, most) in needs if need > most * (1 + _AS_PRINTED)]
     if not over:
         return ""
-    rank = max(over)[1]
-    return f"needs {timeline.peak_memory[rank]:.6g} on rank {rank}, limit {limit[rank]:.6g}"
+    most = max(excess for excess, _ in over)
+    rank = next(rank for excess, rank in over if excess >= most * (1 - _SLACK))
+    alike = len(over) == len(limit) and len({*timeline.peak_memory}) == len({*limit}) == 1
+    where = "every rank" if alike else f"rank {rank}"
+    return f"needs {timeline.peak_memory[rank]:.6g} on {where}, limit {limit[rank]:.6g}"
 
 
 def per_rank(value: float | Sequence[float] | None, num_stages: int) -> tuple[float, ...] | None:
