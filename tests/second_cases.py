@@ -111,6 +111,9 @@ SECOND_CASES = {
         "test_schedulers[PlateauOfSteps-tp2]",
         "test_schedulers[Warm-pp2]",
     ],
+    "test_moving.py": [
+        "test_chunks_and_pieces[tp2_pp2]",
+    ],
     "test_parity.py": [
         "test_accumulation_and_clipping[dp2]",
         "test_accumulation_and_clipping[dp2_pp2_zero1]",
