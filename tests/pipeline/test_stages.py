@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 from lightning_megapar.config import ConfigError, ParallelConfig
 from lightning_megapar.pipeline.cutting.stages import blocks_of, find_stack, outside_of, plan_stages
+from lightning_megapar.pipeline.cutting.state import state_kept
 from lightning_megapar.pipeline.cutting.survey import Survey, observe, survey_module, without_numbers
 from lightning_megapar.strategy import MegaParStrategy
 
@@ -209,3 +213,18 @@ def test_a_run_that_counts_nothing_cannot_balance() -> None:
         plan_stages(module, 2, survey=survey, by="flops")
     with pytest.raises(ConfigError, match=r"pipeline_balance_by='flop': expected .*; did you mean 'flops'"):
         ParallelConfig(pipeline_balance_by="flop")  # type: ignore[arg-type]
+
+
+def test_a_trial_leaves_arrays_namespaces_and_random_numbers_as_they_were() -> None:
+    module: Any = nn.Linear(2, 2)
+    module.array, module.seen = numpy.zeros(3), SimpleNamespace(calls=0, sums=[1.0])
+    module.dice = random.Random(3)
+    array, seen, state = module.array, module.seen, module.dice.getstate()
+    with state_kept(module):
+        module.array += 1
+        module.seen.calls, module.seen.more = 5, True
+        module.seen.sums.append(2.0)
+        module.dice.random()
+    assert module.array is array and array.tolist() == [0.0, 0.0, 0.0]
+    assert module.seen is seen and vars(seen) == {"calls": 0, "sums": [1.0]}
+    assert module.dice.getstate() == state

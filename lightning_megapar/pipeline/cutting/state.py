@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import types
 from collections import OrderedDict, deque
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -90,6 +92,14 @@ class _Memory:
         elif isinstance(value, tuple):
             for one in value:
                 self._note(one)
+        elif isinstance(value, numpy.ndarray) and value.dtype != object:
+            self._first(value)
+            numbers = value.copy()
+            self._steps.append(lambda: numpy.copyto(value, numbers))
+        elif isinstance(value, random.Random):
+            self._first(value)
+            state = value.getstate()
+            self._steps.append(lambda: value.setstate(state))
         elif _is_somebodys_object(value):
             self._first(value)
             attributes = dict(vars(value))
@@ -106,6 +116,8 @@ def _is_somebodys_object(value: Any) -> bool:
     """Whether a value is an object of a class outside of the libraries, with attributes of its own."""
     if isinstance(value, (nn.Module, types.FunctionType, types.MethodType, types.ModuleType)):
         return False
+    if isinstance(value, types.SimpleNamespace):
+        return True
     package = type(value).__module__.partition(".")[0]
     return package not in _FOREIGN and isinstance(getattr(value, "__dict__", None), dict)
 

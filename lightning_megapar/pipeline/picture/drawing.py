@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 from lightning_megapar.config import ConfigError
@@ -122,7 +123,7 @@ class Drawing:
             else:
                 side = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
                 weight = "bold" if shape.bold else "normal"
-                style = {"fontsize": shape.size * points, "color": shape.colour, "weight": weight, "zorder": layer}
+                style: Any = {"fontsize": shape.size * points, "color": shape.colour, "weight": weight, "zorder": layer}
                 axes.text(shape.x, shape.y, shape.text, ha=side, va="baseline", **style)
         figure.savefig(path)
 
