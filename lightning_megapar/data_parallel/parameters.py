@@ -157,17 +157,17 @@ def set_local_gradient(record: LogicalParameter, gradient: Tensor | None) -> Non
     parameter = record.parameter
     if gradient is None:
         parameter.grad = None
-    elif isinstance(parameter, DTensor):
-        parameter.grad = DTensor.from_local(
-            gradient,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
     else:
-        parameter.grad = gradient
+        parameter.grad = laid_out_like(gradient, parameter)
+
+
+def laid_out_like(local: Tensor, other: Tensor | None) -> Tensor:
+    """This rank's piece as a DTensor in the layout of ``other``, or as it is when that is none."""
+    if not isinstance(other, DTensor):
+        return local
+    return DTensor.from_local(
+        local, other.device_mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride()
+    )
 
 
 def flatten(tensors: list[Tensor]) -> Tensor:

@@ -46,7 +46,7 @@ from lightning_megapar.sharding.chooser.trial import Run
 from lightning_megapar.sharding.initialise import initialise_by_name
 from lightning_megapar.shards import IndexedTensor
 from lightning_megapar.step.random_streams import RandomStreams, uses_dropout
-from lightning_megapar.strategy.spares import Spares
+from lightning_megapar.strategy.balance.spares import Spares
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from lightning_megapar.config import ParallelConfig
 from lightning_megapar.shards import is_value
 from lightning_megapar.step.stepper import Stepper
 from lightning_megapar.strategy.averaging import own_names
+from lightning_megapar.strategy.balance.rebalancer import BalanceEvent, Rebalancer
 from lightning_megapar.strategy.mesh_strategy import MeshStrategy
 from lightning_megapar.strategy.prepare import PreparedModule, local_state, placed_state
-from lightning_megapar.strategy.rebalancing import BalanceEvent, Rebalancer
 from lightning_megapar.strategy.whole_module import WholeModule
 from lightning_megapar.trees import in_any_tree
 

@@ -23,9 +23,9 @@ from lightning_megapar.pipeline.balance.options import Rebalance
 from lightning_megapar.sharding.watch import PartsWatch
 from lightning_megapar.step.log import replay
 from lightning_megapar.step.stepper import StepContractError, StepResult
+from lightning_megapar.strategy.balance.rebalancer import BalanceEvent, Rebalancer, refuse_rebalance
 from lightning_megapar.strategy.loaders import prepare_loader, same_on_all_ranks
 from lightning_megapar.strategy.prepare import PreparedModule
-from lightning_megapar.strategy.rebalancing import BalanceEvent, Rebalancer, refuse_rebalance
 from lightning_megapar.strategy.state_strategy import StateStrategy, unwrapped
 from lightning_megapar.trees import PREFIXES, of_tree, tree_of
 

@@ -66,11 +66,6 @@ class Rebalance:
                 f"rebalance: {', '.join(LEVERS)} are all false; set one of them, or rebalance=null to turn it off"
             )
 
-    @property
-    def settle_steps(self) -> int:
-        """Steps after which a rank that became slow has been decided upon."""
-        return self.every * (self.window // 2 + self.patience)
-
 
 def given_rebalance(value: Any) -> Rebalance | None:
     """The options from what a user gives: nothing, ``True``, names of levers, or a mapping.

@@ -58,11 +58,6 @@ class RankCut:
         own = [self._local[name]] if name in self._local else []
         return [*own, *(cut.stand_ins[name] for cut in self.chunks if name in cut.stand_ins)]
 
-    @property
-    def local_modules(self) -> dict[str, nn.Module]:
-        """Modules that live on this rank only, by dotted name."""
-        return dict(self._local)
-
     def local_blocks(self) -> dict[int, list[nn.Module]]:
         """Index of each block of this rank -> the block and what runs along with it."""
         groups = enumerate(zip(self.plan.blocks, self.plan.beside))

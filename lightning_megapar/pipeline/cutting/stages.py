@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -55,6 +55,13 @@ class StagePlan:
                 total += self.after if stage == len(self.ranges) - 1 else 0
             rows.append((str(rank), ", ".join(held), f"{total:,}"))
         return rows
+
+    def moves_to(self, ranges: tuple[tuple[int, int], ...]) -> list[tuple[str, int, int]]:
+        """``(name, from, to)`` of modules whose pipeline rank is another one under other ranges, in order."""
+        rank_of = {k: rank for rank, row in enumerate(self.placement) for k in row}
+        old, new = self.stage_of(), replace(self, ranges=ranges).stage_of()
+        places = ((name, rank_of[old[name]], rank_of[new[name]]) for name in old)
+        return [(name, source, target) for name, source, target in places if source != target]
 
     def stage_of(self) -> dict[str, int]:
         """Stage of every module that lives on one stage only: blocks, what runs along with them, and the outside."""

@@ -29,7 +29,9 @@ from lightning_megapar.pipeline.engine.stopwatch import Stopwatch
 from lightning_megapar.pipeline.schedules import Schedule
 from lightning_megapar.step.stepper import Stepper
 from lightning_megapar.strategy.averaging import averaging_callbacks
-from lightning_megapar.strategy.moving import appraise, move_layers, seconds_per_byte
+from lightning_megapar.strategy.balance.appraisal import appraise, seconds_per_byte
+from lightning_megapar.strategy.balance.moving import move_layers
+from lightning_megapar.strategy.balance.spares import count_hooks
 from lightning_megapar.strategy.prepare import PreparedModule
 
 Order = Proposal | int
@@ -135,6 +137,7 @@ class Rebalancer:
         self._batches = self._samples = 0
         self._moved = self._order_is_out = False
         self._is_open = True
+        self._hooks: dict[str, int] = {}
         self._watch = Stopwatch(device, lambda: stepper.is_running)
         stepper.runtime.stopwatch = self._watch
         self._look_at(prepared)
@@ -288,7 +291,14 @@ class Rebalancer:
     def _move(self, order: Proposal, start: float) -> bool:
         optimizers = self._optimizers()
         appraisal = appraise(
-            self._module, self._prepared, order.ranges, self._mesh, optimizers, self._device, self._holders()
+            self._module,
+            self._prepared,
+            order.ranges,
+            self._mesh,
+            optimizers,
+            self._device,
+            self._hooks,
+            self._holders(),
         )
         if self._per_byte is None:
             self._per_byte = seconds_per_byte(self._mesh, self._device)
@@ -329,7 +339,7 @@ class Rebalancer:
     def _look_at(self, prepared: PreparedModule) -> None:
         self._watch.watch({} if prepared.cut is None else prepared.cut.local_blocks())
         if prepared.spares is not None:
-            prepared.spares.note_hooks({name: self._module.get_submodule(name) for name in prepared.spares.modules})
+            self._hooks = count_hooks({name: self._module.get_submodule(name) for name in prepared.spares.modules})
 
     def _note(self, kind: str, text: str, gain: float = 0.0, seconds: float = 0.0, slowness: float = 1.0) -> None:
         self.events.append(BalanceEvent(self._batches, kind, text, gain, seconds, slowness))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _CONSTANT = (torch.dtype, torch.device, torch.Size, torch.layout, slice, range)
 _MACHINERY = ("torch", "lightning_megapar", "lightning", "pytorch_lightning", "lightning_fabric")
@@ -27,7 +27,7 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 def held_in(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
     """Objects with an identity that matters in an attribute: tensors, modules, containers and what is in them."""
-    if isinstance(value, (*_PLAIN, *_CONSTANT, type)):
+    if isinstance(value, (*PLAIN, *_CONSTANT, type)):
         return
     yield value
     if depth and isinstance(value, Mapping):
@@ -55,7 +55,7 @@ def packed(value: Any) -> Any:
     leaves = tree_leaves(value)
     if any(isinstance(leaf, DTensor) for leaf in leaves):
         return None
-    if all(isinstance(leaf, (*_PLAIN, Tensor)) for leaf in leaves):
+    if all(isinstance(leaf, (*PLAIN, Tensor)) for leaf in leaves):
         return {"nest": value}
     kind = type(value)
     if callable(value) or isinstance(value, (*_CONSTANT, nn.Module)) or kind.__module__.split(".")[0] in _MACHINERY:
@@ -64,7 +64,7 @@ def packed(value: Any) -> Any:
     try:
         _Values(buffer).dump(value)
     except Exception as error:
-        if all(callable(leaf) or isinstance(leaf, (*_PLAIN, *_CONSTANT)) for leaf in leaves):
+        if all(callable(leaf) or isinstance(leaf, (*PLAIN, *_CONSTANT)) for leaf in leaves):
             return None  # a table of functions
         raise pickle.PicklingError(f"{kind.__name__}: {error}") from error
     return {"bytes": buffer.getvalue()}

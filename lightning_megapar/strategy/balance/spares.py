@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from lightning_megapar.config import ConfigError
 from lightning_megapar.pipeline.cutting.stages import StagePlan
 from lightning_megapar.sharding.blueprint import on_meta
-from lightning_megapar.strategy.attributes import attributes_of, held_in
+from lightning_megapar.strategy.balance.attributes import attributes_of, held_in
 
 OUTSIDE = -1
 """Stands for modules beside the blocks where blocks have their numbers."""
@@ -32,7 +32,6 @@ class Spares:
 
     modules: Mapping[str, nn.Module]
     kinds: tuple[str, ...]
-    _hooks: dict[str, int] = field(default_factory=dict)
     _shared: Mapping[int, Any] = field(default_factory=dict)
 
     @classmethod
@@ -85,15 +84,6 @@ class Spares:
         memo = {**self._shared, **{id(hook): hook for hook in _hook_functions(part)}}
         return copy.deepcopy(part, memo)  # type: ignore[no-any-return]
 
-    def note_hooks(self, parts: Mapping[str, nn.Module]) -> None:
-        """The hooks that are there now are known to whoever rebuilds a stage."""
-        self._hooks.clear()
-        self._hooks.update({name: _hooks_of(part) for name, part in parts.items()})
-
-    def hooked(self, parts: Mapping[str, nn.Module]) -> list[str]:
-        """Names of parts that somebody has put hooks on since :meth:`note_hooks`: a copy would not have them."""
-        return sorted(name for name, part in parts.items() if _hooks_of(part) != self._hooks.get(name, 0))
-
 
 def _owners(module: nn.Module, groups: Sequence[tuple[str, ...]]) -> tuple[dict[int, set[int]], dict[int, Any]]:
     """By ``id``, in attributes of which blocks an object is held (:data:`OUTSIDE` for modules beside), and the objects.
@@ -131,6 +121,11 @@ def _owners(module: nn.Module, groups: Sequence[tuple[str, ...]]) -> tuple[dict[
                 owners.setdefault(id(one), set()).add(here)
                 objects[id(one)] = one
     return owners, objects
+
+
+def count_hooks(parts: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Hooks on each part, the layers in it and its parameters: a copy would not have those that come later."""
+    return {name: _hooks_of(part) for name, part in parts.items()}
 
 
 def _hooks_of(part: nn.Module) -> int:
