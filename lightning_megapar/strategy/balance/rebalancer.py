@@ -145,7 +145,9 @@ class Rebalancer:
     def close(self) -> None:
         """Stop measuring, and say so when there was nothing to do."""
         if self._is_open and self._batches and not any(event.kind != "slow" for event in self.events):
-            rank_zero_info(f"balance: {self._batches} batches were measured, nothing had to move")
+            enough = self._batches >= self.options.every * (self.options.window // 2 + self.options.patience)
+            what = "nothing had to move" if enough else "too few to decide on anything"
+            rank_zero_info(f"balance: {-(-self._batches // self.options.every)} batches were measured, {what}")
         self._is_open = False
         self._watch.watch({})
         self._stepper.runtime.stopwatch = None
