@@ -36,6 +36,11 @@ FOREIGN_NAMES: dict[str, str] = {
     "ep": "expert_parallel_size",
     "zero_optimization_stage": "zero_stage",
     "stage": "zero_stage",
+    "data_parallel_replicate_degree": "data_parallel_replicas",
+    "num_distributed_optimizer_instances": "data_parallel_replicas",
+    "hybrid_shard": "data_parallel_replicas",
+    "cpu_offload": "offload_optimizer",
+    "optimizer_cpu_offload": "offload_optimizer",
     "n_microbatches": "num_microbatches",
     "num_micro_batches": "num_microbatches",
     "microbatches": "num_microbatches",
@@ -146,7 +151,12 @@ class ParallelConfig:
         context_parallel_size, expert_parallel_size: 1; larger values are refused until those rooms exist.
         data_parallel_size: replicas that see different samples.
         sequence_parallel: shard the activations between tensor-parallel regions along the sequence.
-        zero_stage: 0 replicates optimizer state over data ranks, 1 shards it.
+        zero_stage: what data ranks share out: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as well;
+            see :mod:`lightning_megapar.data_parallel.zero`.
+        data_parallel_replicas: hybrid sharding: groups of data ranks (of neighbours, such as the GPUs of a node), each
+            of which holds all shards; gradients are summed within a group and then between them. 1 shards over all.
+        offload_optimizer: keep the shards of parameters and gradients, and with them the optimizer's state and its
+            step, in host memory.
         num_microbatches: pieces that a batch is cut into; ``"auto"`` is 1 without a pipeline, else
             ``2 x pipeline_parallel_size``.
         pipeline_schedule: ``"gpipe"``, ``"1f1b"``, or the zero-bubble ``"zb_h1"`` and ``"zb_h2"``, which compute the
@@ -189,6 +199,8 @@ class ParallelConfig:
     data_parallel_size: Degree = "auto"
     sequence_parallel: bool = False
     zero_stage: int = 0
+    data_parallel_replicas: int = 1
+    offload_optimizer: bool = False
     num_microbatches: Degree = "auto"
     pipeline_schedule: str | OwnSchedule = "1f1b"
     pipeline_memory_limit: float | list[float] | tuple[float, ...] | None = None
@@ -210,8 +222,6 @@ class ParallelConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} is not available yet; valid values: 1, 'auto'")
         if not isinstance(self.sequence_parallel, bool):
             raise ConfigError(f"sequence_parallel={self.sequence_parallel!r}: expected true or false")
-        if self.zero_stage not in (0, 1) or isinstance(self.zero_stage, bool):
-            raise ConfigError(f"zero_stage={self.zero_stage!r} is not available; valid values: 0, 1")
         if self.pipeline_balance_by not in ("parameters", "flops"):
             near = nearest_name(str(self.pipeline_balance_by), ("parameters", "flops"))
             raise ConfigError(
@@ -219,6 +229,7 @@ class ParallelConfig:
                 + (f"; did you mean {near!r}?" if near else "")
             )
         self._check_schedule()
+        self._check_zero()
         if self.pipeline_blocks and self.pipeline_stack and self.pipeline_blocks != self.pipeline_stack:
             raise ConfigError(
                 f"pipeline_blocks={self.pipeline_blocks!r} and pipeline_stack={self.pipeline_stack!r} are two names of "
@@ -237,6 +248,38 @@ class ParallelConfig:
                     f"pipeline_split={self.pipeline_split!r} names {named} stages but "
                     f"pipeline_parallel_size={self.pipeline_parallel_size}{each}"
                 )
+
+    def _check_zero(self) -> None:
+        stage = self.zero_stage
+        if not isinstance(stage, int) or isinstance(stage, bool) or not 0 <= stage <= 3:
+            raise ConfigError(f"zero_stage={stage!r} is none of ZeRO's; valid values: 0, 1, 2, 3")
+        if stage == 3 and self.splits_backward:
+            raise ConfigError(
+                f"zero_stage=3 with pipeline_schedule={self.schedule_name!r}: a block lets go of its parameters "
+                "behind the backward of its inputs, while the microbatch is alive for the gradients of its weights. "
+                "Valid values: zero_stage=2, or pipeline_schedule=1f1b, interleaved_1f1b, gpipe"
+            )
+        replicas = self.data_parallel_replicas
+        if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
+            raise ConfigError(f"data_parallel_replicas={replicas!r}: expected a positive integer (nearest valid: 1)")
+        if not isinstance(self.offload_optimizer, bool):
+            raise ConfigError(f"offload_optimizer={self.offload_optimizer!r}: expected true or false")
+        for name, default in (("data_parallel_replicas", 1), ("offload_optimizer", False)):
+            if getattr(self, name) != default and stage == 0:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is for sharded data ranks, but zero_stage=0 shards nothing; valid: "
+                    f"zero_stage=1, 2 or 3, or {name}={default}"
+                )
+        if self.data_parallel_size != "auto":
+            self._check_replicas(self.data_parallel_size)
+
+    def _check_replicas(self, data: int) -> None:
+        if data % self.data_parallel_replicas:
+            near = nearest(self.data_parallel_replicas, divisors(data))
+            raise ConfigError(
+                f"data_parallel_replicas={self.data_parallel_replicas} does not divide data_parallel_size={data}; "
+                f"nearest valid values: {', '.join(map(str, near))}"
+            )
 
     def _check_schedule(self) -> None:
         own = self.pipeline_schedule
@@ -348,6 +391,7 @@ class ParallelConfig:
             if chosen
             else "all degrees given"
         )
+        self._check_replicas(data)
         return Layout(pipeline=pipeline, data=data, tensor=tensor), reason
 
     def microbatches(self, layout: Layout) -> int:

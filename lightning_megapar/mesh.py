@@ -54,6 +54,23 @@ def new_group(ranks: Sequence[int]) -> Any:
     return dist.new_group(list(ranks), timeout=_default_timeout())
 
 
+_HYBRID = ("data_replica", "data_shard")
+
+
+def _meshes(layout: Layout, device_type: str, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """The mesh of the data ranks, and that of all of them, whose data axis is two for hybrid sharding."""
+    if replicas == 1:
+        mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
+        return mesh["data"], mesh
+    sizes: list[int] = []
+    names: list[str] = []
+    for axis, size in zip(AXES, layout.sizes):
+        sizes += [replicas, size // replicas] if axis == "data" else [size]
+        names += _HYBRID if axis == "data" else [axis]
+    mesh = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(names))
+    return mesh[_HYBRID]._flatten("data"), mesh
+
+
 class ParallelMesh:
     """A layout on a live process group.
 
@@ -65,6 +82,7 @@ class ParallelMesh:
         rank: this process's global rank.
         device_type: ``"cpu"`` or ``"cuda"``.
         placement: for each pipeline coordinate the virtual stages that its ranks hold; by default one each, in order.
+        replicas: groups of data ranks that each hold all shards (hybrid sharding); it divides the data size.
 
     Raises:
         ValueError: when the process group's size is not the layout's.
@@ -76,9 +94,11 @@ class ParallelMesh:
         rank: int = 0,
         device_type: str = "cpu",
         placement: Sequence[Sequence[int]] | None = None,
+        replicas: int = 1,
     ) -> None:
         self.layout = layout
         self.rank = rank
+        self.replicas = replicas
         self.place = layout.coordinates(rank)
         self.place_stages(placement or [(stage,) for stage in range(layout.pipeline)])
         self.device_mesh: DeviceMesh | None = None
@@ -86,9 +106,10 @@ class ParallelMesh:
             if not dist.is_initialized() or dist.get_world_size() != layout.world_size:
                 have = dist.get_world_size() if dist.is_initialized() else "no process group"
                 raise ValueError(f"layout {layout.describe()} needs {layout.world_size} ranks, have {have}")
-            self.device_mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
+            self._data, self.device_mesh = _meshes(layout, device_type, replicas)
             timeout = _default_timeout()
-            for backend in (one for group in self.device_mesh.get_all_groups() for one in _backends(group)):
+            groups = [*self.device_mesh.get_all_groups(), self._data.get_group()]
+            for backend in (one for group in groups for one in _backends(group)):
                 if timeout is not None and hasattr(backend, "_set_default_timeout"):
                     backend._set_default_timeout(timeout)  # torch has no other way to say it for a mesh
         self._stage_groups: dict[str, dist.ProcessGroup] = {}
@@ -137,7 +158,18 @@ class ParallelMesh:
         """The one-dimensional mesh of an axis, or ``None`` when the axis has size 1."""
         if self.device_mesh is None or self.size(axis) == 1:
             return None
-        return self.device_mesh[axis]
+        return self._data if axis == "data" else self.device_mesh[axis]
+
+    def sharding_mesh(self) -> DeviceMesh | None:
+        """The data ranks as FSDP2 wants them: one axis, or (replicas, shards) for hybrid sharding."""
+        if self.device_mesh is None or self.replicas == 1:
+            return self.submesh("data")
+        return self.device_mesh[_HYBRID]
+
+    @property
+    def holds_first_shards(self) -> bool:
+        """Whether this rank is of the first group of data ranks that holds all shards."""
+        return self.coordinate("data") < self.size("data") // self.replicas
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group of an axis, or ``None`` when the axis has size 1."""

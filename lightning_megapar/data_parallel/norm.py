@@ -20,14 +20,14 @@ from lightning_megapar.mesh import ParallelMesh
 def counts_here(record: LogicalParameter, mesh: ParallelMesh) -> bool:
     """Whether this rank's piece enters the global sum.
 
-    Tensor-replicated parameters count on tensor rank 0, data-replicated ones on data rank 0, tied ones on the first
-    stage that holds them.
+    Tensor-replicated parameters count on tensor rank 0, data-replicated ones on data rank 0, shards in the first group
+    of data ranks that holds them all, tied parameters on the first stage that holds them.
     """
     if mesh.coordinate("pipeline") != record.stages[0]:
         return False
     if mesh.coordinate("tensor") != 0 and not record.tensor_sharded:
         return False
-    return record.data_sharded or mesh.coordinate("data") == 0
+    return mesh.holds_first_shards if record.data_sharded else mesh.coordinate("data") == 0
 
 
 @torch.no_grad()

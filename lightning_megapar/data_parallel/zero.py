@@ -1,34 +1,38 @@
-"""ZeRO stage 1 on FSDP2: parameters stay gathered through a step, gradients are reduce-scattered once per step.
+"""ZeRO stages 1 to 3 on FSDP2 (arXiv 1910.02054): who holds what of parameters, gradients and optimizer state.
 
-FSDP2 gives each unit a shard of its parameters; optimizer state follows the shards. Units are the local blocks and the
-modules beside the stack, each on its own, because a pipelined step leaves by an exception and a wrapped root would
-never see the end of its forward. Modules beside the stack that share parameters are one unit, which stands outside of
-the user's module and gathers when one of them is called. The gradient's divide factor is 1: the loss owns the scale.
+FSDP2 gives each unit a shard of its parameters; optimizer state follows the shards. What differs by stage:
 
-**When gradients are reduced** is for the schedule to say. FSDP2 reduces a unit behind a backward that it sees, which
-with several chunks on a rank is not the last one, and weight gradients that wait are computed without autograd. So
-FSDP2 reduces nothing by itself through a step (:meth:`ZeroUnits.hold`); in the last batch of an accumulation window a
-:class:`Reduction` reduces a unit when the last action has run of all chunks that use it:
+=====  ==========================================  ======================================
+stage  parameters                                  gradients
+=====  ==========================================  ======================================
+1      gathered once in an accumulation window     reduced once, at its end
+2      gathered once in an accumulation window     reduced after each microbatch
+3      gathered for each forward and backward      reduced after each microbatch
+=====  ==========================================  ======================================
 
-* where that action is a whole backward, FSDP2's hooks are switched on for it, so that the sums run while it computes;
-* whatever then still has gradients (weight gradients that waited, parts that the last microbatch left out, modules
-  that are no unit of their own) is reduced after it, in the order of the units.
+:mod:`lightning_megapar.data_parallel.formulas` has what that costs in collectives and bytes.
 
-A step's sums are waited for at its end. Data ranks may have different numbers of microbatches (a ragged last batch)
-and so finish their chunks in different orders; the order of the sums is that of a whole batch on all of them.
+Units are the local blocks and the modules beside the stack, each on its own, because a pipelined step leaves by an
+exception and a wrapped root would never see the end of its forward. They share one communication context, as the parts
+of one FSDP2 root do: what is sent waits in one buffer and not in one for each unit. Modules beside the stack that share
+parameters are one unit, which stands outside of the user's module, gathers when one of them is called, and stays
+gathered to the end of the step at every stage. The gradient's divide factor is 1: the loss owns the scale.
+
+**When gradients are reduced** is for the schedule to say, see :mod:`lightning_megapar.data_parallel.reduction`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lightning_megapar.config import ConfigError
+from lightning_megapar.data_parallel.units import units_of
 
 _CALLBACK = "_root_post_backward_final_callback"
 
@@ -39,11 +43,15 @@ class ZeroUnits:
     Args:
         module: this rank's share of the user's module, on its device.
         blocks: the stack's blocks (those of other stages own no parameters and are left out).
-        mesh: one-dimensional data mesh.
+        mesh: the data ranks; two-dimensional (replicas, shards) for hybrid sharding.
         chunks: for each chunk of the rank the modules that live on it alone; none for a rank of one chunk.
+        stage: of ZeRO, 1 to 3.
+        offload: keep shards, their gradients and with them the optimizer's state in host memory.
+        mixed_precision: dtypes of gathered parameters and of reductions; by default those of the parameters.
 
     Raises:
-        ConfigError: see :func:`units_of`; also for a torch whose FSDP2 cannot be told when to reduce.
+        ConfigError: see :func:`~lightning_megapar.data_parallel.units.units_of`; also for a torch whose FSDP2 cannot be
+            told when to reduce.
     """
 
     def __init__(
@@ -52,28 +60,54 @@ class ZeroUnits:
         blocks: Sequence[nn.Module],
         mesh: DeviceMesh,
         chunks: Sequence[Collection[nn.Module]] = (),
+        *,
+        stage: int = 1,
+        offload: bool = False,
+        mixed_precision: MixedPrecisionPolicy | None = None,
     ) -> None:
+        self.stage = stage
         self.units: list[FSDPModule] = []
         self.users: list[frozenset[int]] = []
         """For each unit the chunks whose backward can give it gradients."""
         self.called: set[FSDPModule] = set()
         """Units that have been called; FSDP2 sets others up by halves only."""
         self._shards: dict[FSDPModule, nn.Parameter] = {}
-        for owners in units_of(module, blocks):
-            unit = owners[0] if len(owners) == 1 else _Together(owners)
-            fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+        self._is_connected = False
+        self._order = _Order()
+        on_gpu = mesh.device_type == "cuda"
+        policy = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
+        for owners in units_of(module, blocks, stage):
+            alone = len(owners) == 1
+            unit = owners[0] if alone else _Together(owners)
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=stage == 3 and alone,
+                mp_policy=mixed_precision or MixedPrecisionPolicy(),
+                offload_policy=policy,
+            )
             assert isinstance(unit, FSDPModule)
-            if unit is owners[0]:
+            _refuse_unknown(unit, stage)
+            unit.register_forward_pre_hook(self._before_forward, prepend=True)
+            if alone:
                 _keep_containers(unit)
             else:
                 _gather_for(owners, unit)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-            _refuse_unknown(unit)
-            unit.register_forward_pre_hook(lambda module, _: self.called.add(module))
+            if not on_gpu and hasattr(unit, "_set_unshard_async_op"):
+                unit._set_unshard_async_op(True)  # without streams only then a gather runs behind a computation
             self._shards[unit] = next(unit.parameters())
             self.units.append(unit)
             self.users.append(_users(owners, chunks))
+
+    def _before_forward(self, unit: Any, _: Any) -> None:
+        if not self._is_connected:
+            self._is_connected = True
+            _share_communication(self.units)
+        self.called.add(unit)
+        if torch._C._current_graph_task_id() < 0:  # not recomputed in a backward
+            self._order.note(unit)
 
     def parameter_ids(self) -> set[int]:
         """``id`` of every parameter that FSDP2 manages."""
@@ -83,18 +117,33 @@ class ZeroUnits:
         """Whether a unit is known to have let go of gathered parameters."""
         return next(unit.parameters()) is self._shards[unit]  # type: ignore[attr-defined]
 
-    def hold(self) -> None:
-        """Before a step: keep parameters gathered and gradients local until a :class:`Reduction` says otherwise."""
+    def used_by(self, chunk: int) -> Iterator[FSDPModule]:
+        """Units that have been called and can get gradients from a chunk's backward, in one order on all ranks."""
+        for unit, users in zip(self.units, self.users):
+            if unit in self.called and chunk in users:
+                yield unit
+
+    def begin_forward(self) -> None:
+        """A microbatch is about to run through a chunk: what it calls first is not prefetched by what ran before."""
+        self._order.previous = None
+
+    def hold(self, reduces: bool) -> None:
+        """Before a step: what the ends of its backwards do until a reduction says otherwise.
+
+        Args:
+            reduces: whether FSDP2's hooks reduce gradients; without, they stay where they are.
+        """
+        self._order.apply()
         for unit in self.units:
-            _switch(unit, False)
+            switch(unit, reduces, self.stage == 3)
 
     def end_backward(self) -> None:
         """After a backward of somebody's own, outside of a schedule: reduce what FSDP2's hooks have not."""
         for unit in self.units:
             if unit in self.called:
-                _switch(unit, True)
+                switch(unit, True, True)
                 unit.set_is_last_backward(True)
-                _end_backward(unit)
+                end_backward(unit)
 
     def forget(self) -> None:
         """Drop the gradients of a window that was left before its end; collective over the data ranks."""
@@ -111,74 +160,44 @@ class ZeroUnits:
             unit.reshard()
 
 
-class Reduction:
-    """Reduces the gradients of one step, the last of an accumulation window, and lets go of gathered parameters.
+class _Order:
+    """Which unit is called after which within a chunk: the next one is gathered while the one before computes."""
 
-    Args:
-        zero: the units; :meth:`ZeroUnits.hold` was called before the step.
-        order: this rank's chunks in the order in which a whole batch completes them, the same on all data ranks.
-        early: let FSDP2's hooks reduce within a chunk's last backward. Only for schedules of whole backwards: with
-            others the kind of the last action may differ between data ranks, and with it the order of the sums.
-    """
+    def __init__(self) -> None:
+        self.previous: FSDPModule | None = None
+        self._next: dict[FSDPModule, FSDPModule | None] = {}
+        self._changed = False
 
-    def __init__(self, zero: ZeroUnits, order: Sequence[int], early: bool) -> None:
-        self._zero = zero
-        self._left = list(order)
-        self._early = early
-        self._complete: set[int] = set()
-        self._reduced: set[int] = set()
-        """Chunks after which units have been reduced: a beginning of ``order``."""
-        self._hooked: set[FSDPModule] = set()
-        """Units whose hooks may reduce them within a backward."""
+    def note(self, unit: FSDPModule) -> None:
+        before, self.previous = self.previous, unit
+        if before is None or isinstance(before, _Together) or isinstance(unit, _Together):
+            return
+        if self._next.get(before, before) in (unit, None):
+            return
+        # A unit with several successors, or one of several before the same, has none that could be counted on.
+        taken = any(after is unit for after in self._next.values())
+        self._next[before] = None if before in self._next or taken or unit is before else unit
+        self._changed = True
 
-    def before_last(self, chunk: int) -> None:
-        """A chunk's last action comes next, and is a whole backward."""
-        if self._early and self._left[:1] == [chunk]:
-            for unit in self._due({*self._reduced, chunk}):
-                _switch(unit, True)
-                if not self._zero.is_sharded(unit):
-                    self._hooked.add(unit)
-
-    def after_last(self, chunk: int) -> bool:
-        """A chunk's last action has run.
-
-        Returns:
-            whether gradients were reduced just now, and not within that action.
-        """
-        self._complete.add(chunk)
-        was = len(self._left)
-        while self._left and self._left[0] in self._complete:
-            reduced = {*self._reduced, self._left.pop(0)}
-            for unit in self._due(reduced):
-                if unit in self._hooked and self._zero.is_sharded(unit):
-                    continue  # a hook has done it: FSDP2 would now wait for the sum, instead of at the end
-                _switch(unit, True)
-                _end_backward(unit)
-            self._reduced = reduced
-        return len(self._left) < was and not self._early
-
-    def finish(self) -> None:
-        """Every action has run: wait for the sums."""
-        for unit in self._zero.called:
-            unit.set_requires_gradient_sync(False)  # nothing is left to be reduced
-            unit.set_is_last_backward(True)
-            _end_backward(unit)
-
-    def _due(self, complete: Collection[int]) -> Iterator[FSDPModule]:
-        """Units that have all gradients once these chunks are complete, and had not before."""
-        for unit, users in zip(self._zero.units, self._zero.users):
-            if unit in self._zero.called and users.issubset(complete) and not users.issubset(self._reduced):
-                yield unit
+    def apply(self) -> None:
+        """Between steps: tell FSDP2."""
+        if not self._changed:
+            return
+        self._changed = False
+        for unit, after in self._next.items():
+            unit.set_modules_to_forward_prefetch([] if after is None else [after])
+            if after is not None:
+                after.set_modules_to_backward_prefetch([unit])
 
 
-def _switch(unit: FSDPModule, reduces: bool) -> None:
-    """Whether the end of a backward reduces a unit's gradients and lets go of its parameters."""
+def switch(unit: FSDPModule, reduces: bool, reshards: bool) -> None:
+    """What the end of a backward does with a unit: whether it reduces gradients, and lets go of parameters."""
     unit.set_requires_gradient_sync(reduces)
-    unit.set_reshard_after_backward(reduces)
-    unit.set_is_last_backward(not reduces)  # sums that are started are waited for in the end
+    unit.set_reshard_after_backward(reshards)
+    unit.set_is_last_backward(False)  # sums that are started are waited for in the end
 
 
-def _end_backward(unit: FSDPModule) -> None:
+def end_backward(unit: FSDPModule) -> None:
     """What FSDP2 does with a unit at the end of a backward, whether or not it has seen one.
 
     Each unit is a root of its own. The callback, which torch's own pipelining calls as well
@@ -188,12 +207,27 @@ def _end_backward(unit: FSDPModule) -> None:
     getattr(unit._get_fsdp_state(), _CALLBACK)()
 
 
-def _refuse_unknown(unit: FSDPModule) -> None:
+def _share_communication(units: Sequence[FSDPModule]) -> None:
+    """Give all units the streams and buffers of the first.
+
+    FSDP2 keeps what a reduction sends until the next reduction of the same root: with a root for each unit, copies of
+    all gradients would stay.
+    """
+    states: list[Any] = [unit._get_fsdp_state() for unit in units]
+    for state in states:
+        state._lazy_init()
+        context = state._comm_ctx = states[0]._comm_ctx
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 knows one group alone
+        for group in groups if groups is not None else [state._fsdp_param_group]:
+            group.comm_ctx = context
+
+
+def _refuse_unknown(unit: FSDPModule, stage: int) -> None:
     state = getattr(unit, "_get_fsdp_state", lambda: None)()
-    if not callable(getattr(state, _CALLBACK, None)):
+    if not callable(getattr(state, _CALLBACK, None)) or not hasattr(state, "_comm_ctx"):
         raise ConfigError(
-            f"zero_stage=1: FSDP2 of torch {torch.__version__} has no FSDPState.{_CALLBACK}, by which it is told that "
-            "gradients are complete. Valid values: zero_stage=0, or a torch from 2.11 to 2.13"
+            f"zero_stage={stage}: FSDP2 of torch {torch.__version__} has no FSDPState.{_CALLBACK}, by which it is told "
+            "that gradients are complete. Valid values: zero_stage=0, or a torch from 2.11 to 2.13"
         )
 
 
@@ -251,86 +285,3 @@ def _keep_containers(unit: nn.Module) -> None:
 
     unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     unit.register_forward_pre_hook(after, with_kwargs=True)
-
-
-def units_of(module: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[nn.Module, ...]]:
-    """Modules to shard, each with those that it has to be sharded with.
-
-    Every block with parameters is a unit, and so is every module with parameters beside the path to the blocks.
-    Modules beside it that share a parameter are one unit. Parameters that a module on the path owns itself stay
-    replicated.
-
-    Raises:
-        ConfigError: a parameter that a block shares with another block or with a module beside the stack, or that a
-            module beside it shares with one on the path.
-    """
-    _refuse_tied_blocks(module, blocks)
-    inside = {id(m) for block in blocks for m in block.modules()}
-    beside: dict[nn.Module, str] = {}
-    on_path: dict[nn.Parameter, str] = {}
-
-    def walk(path: str, parent: nn.Module) -> None:
-        on_path.update((p, f"{path}{name}") for name, p in parent._parameters.items() if p is not None)
-        for name, child in parent.named_children():
-            if id(child) in inside or next(child.parameters(), None) is None:
-                continue
-            # Lists of modules have no forward.
-            if isinstance(child, nn.ModuleList | nn.ModuleDict) or any(id(m) in inside for m in child.modules()):
-                walk(f"{path}{name}.", child)
-            else:
-                beside.setdefault(child, f"{path}{name}")
-
-    walk("", module)
-    groups: list[list[nn.Module]] = []
-    for child, path in beside.items():
-        parameters = set(child.parameters())
-        _refuse_tied_to_the_path(child, path, on_path)
-        tied = [g for g in groups if any(p in parameters for member in g for p in member.parameters())]
-        groups = [g for g in groups if g not in tied]
-        groups.append([*(member for g in tied for member in g), child])
-    return [
-        *((block,) for block in blocks if next(block.parameters(), None) is not None),
-        *(tuple(group) for group in groups),
-    ]
-
-
-def _refuse_tied_to_the_path(child: nn.Module, path: str, on_path: Mapping[nn.Parameter, str]) -> None:
-    for name, parameter in child.named_parameters():
-        if parameter in on_path:
-            raise ConfigError(
-                f"zero_stage=1: {on_path[parameter]!r} and '{path}.{name}' are one parameter (tied weights), of a "
-                "module around the blocks and of one beside them; the latter is sharded over the data ranks by itself, "
-                "so that they would come apart. Valid values: zero_stage=0, or give each its own parameter"
-            )
-
-
-def _refuse_tied_blocks(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """FSDP2 makes a parameter of its own of each unit's: one that two units hold would come apart."""
-    numbers = {id(block): number for number, block in enumerate(blocks)}
-    inside = {id(child): number for number, block in enumerate(blocks) for child in block.modules()}
-    everywhere = dict(module.named_modules(remove_duplicate=False))
-    places = {path: numbers[id(child)] for path, child in everywhere.items() if id(child) in numbers}
-
-    def block_of(path: str, owner: nn.Module) -> int | None:
-        parts = path.split(".")
-        around = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-        # A part of a block may be registered outside of it as well: that is another name, no tie.
-        return next((places[name] for name in around if name in places), inside.get(id(owner)))
-
-    owned = (
-        (path, child, name, parameter)
-        for path, child in everywhere.items()
-        for name, parameter in child._parameters.items()
-        if parameter is not None
-    )
-    seen: dict[int, tuple[str, int | None]] = {}
-    for path, child, attribute, parameter in owned:
-        name, block = ".".join(filter(None, (path, attribute))), block_of(path, child)
-        other, other_block = seen.setdefault(id(parameter), (name, block))
-        if block != other_block:
-            shared = "two blocks share" if None not in (block, other_block) else "a block shares with a module outside"
-            raise ConfigError(
-                f"zero_stage=1: {other!r} and {name!r} are one parameter (tied weights), which {shared}; each block is "
-                "sharded over the data ranks by itself, so that they would come apart. Valid values: zero_stage=0, or "
-                "give each its own parameter"
-            )

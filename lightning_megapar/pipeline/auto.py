@@ -33,7 +33,7 @@ from lightning_megapar.pipeline.planning.choose import CANDIDATES, Choice, choos
 from lightning_megapar.pipeline.planning.simulate import StageCosts, simulate
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule, loop_placement
 from lightning_megapar.planner.cluster import Cluster
-from lightning_megapar.schedule_names import chunks_of
+from lightning_megapar.schedule_names import chunks_of, splits_backward
 
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding)
 
@@ -212,9 +212,10 @@ def _limit(config: ParallelConfig, layout: Layout) -> float | Sequence[float]:
 
 
 def _candidates(config: ParallelConfig) -> Sequence[tuple[str, int]]:
+    candidates = [one for one in CANDIDATES if config.zero_stage < 3 or not splits_backward(one[0])]
     if not config.chunks_are_given:
-        return CANDIDATES
-    names = [name for name, _ in CANDIDATES]
+        return candidates
+    names = [name for name, _ in candidates]
     fits = {name: chunks_of(name) for name in names}
     chunks = config.chunks
     return [(name, chunks) for name in names if fits[name][0] <= chunks <= (fits[name][1] or chunks)]

@@ -21,7 +21,8 @@ from lightning_megapar.batches import (
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.gradients import GradientReducer
 from lightning_megapar.data_parallel.parameters import LogicalParameter, trainable
-from lightning_megapar.data_parallel.zero import Reduction, ZeroUnits
+from lightning_megapar.data_parallel.reduction import ReduceEach, ReduceOnce, Reduction
+from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.generators import generators_kept
 from lightning_megapar.layers.deferral import Deferral
 from lightning_megapar.mesh import ParallelMesh
@@ -99,6 +100,7 @@ class StepperBase:
         buffers: this rank's buffers by name, without those of layers that are cut.
         parts: what the step does with pieces of sharded layers, ``None`` where nothing is sharded.
         is_cut: whether tensor ranks hold pieces of anything.
+        state_kept: leaves the module's buffers and attributes as they were, around a run that does not count.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class StepperBase:
         buffers: Callable[[], Mapping[str, Tensor]] = dict,
         parts: Watch | None = None,
         is_cut: bool = False,
+        state_kept: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.mesh = mesh
         self.device = device
@@ -132,6 +135,7 @@ class StepperBase:
         self.buffers = buffers
         self.parts = parts
         self.is_cut = is_cut
+        self.state_kept = state_kept
         self._parameters = list(parameters)
         self._frozen = self._fixed_switches()
         self._running = False
@@ -223,9 +227,10 @@ class StepperBase:
         now = self._fixed_switches()
         switched = [name for name, required in self._frozen.items() if now[name] != required]
         if switched:
+            sharded = "" if self.zero is None else f"neither with zero_stage={self.zero.stage} nor "
             raise ConfigError(
                 f"requires_grad of {switched[:3]} was changed after set-up (by unfreezing or toggle_optimizer), which "
-                "works neither with zero_stage=1 nor for parameters that several pipeline stages share; use "
+                f"does {'not ' * (not sharded)}work {sharded}for parameters that several pipeline stages share; use "
                 "zero_stage=0 (and pipeline_parallel_size=1 for shared ones), or freeze in configure_model"
             )
 
@@ -252,6 +257,8 @@ class StepperBase:
         return number, data_rank
 
     def _call(self, step: Callable[[], Any], microbatch: int, received: Any, chunk: int = 0) -> tuple[bool, Any]:
+        if self.zero is not None:
+            self.zero.begin_forward()
         if self.streams is not None:
             number, data_rank = self._origin(microbatch)
             self.streams.begin_microbatch(self.steps, number, data_rank)
@@ -313,16 +320,46 @@ class StepperBase:
         self.runtime.spans = spans
         self._repeated = f"{'training' if kind == 'train' else kind}_step"
 
-    def _hold_gradients(self, is_last: bool) -> Reduction | None:
-        """Under zero_stage=1: keep gradients local, but for what is reduced in a window's last batch."""
+    @property
+    def _reduces_at_end(self) -> bool:
+        """Whether gradients arrive together at an accumulation window's end, already summed over the data ranks."""
+        return self.zero is not None and self.zero.stage == 1
+
+    @property
+    def _counts_must_agree(self) -> bool:
+        """Whether FSDP2's collectives follow the microbatches, so that data ranks must run equally many."""
+        return self.zero is not None and self.zero.stage > 1 and self.num_microbatches > 1
+
+    def _reduction(self, is_last: bool) -> Reduction | None:
+        """What happens to gradients in the step that begins; ``is_last``: it is the last of its window."""
         if self.zero is None:
             return None
-        self.zero.hold()
+        whole = self._schedule(self.schedule, self.num_microbatches)
+        if not self._reduces_at_end:
+            self.zero.hold(reduces=not whole.splits_backward)
+            return ReduceEach(self.zero, hooked=not whole.splits_backward, ends_window=is_last)
+        self.zero.hold(reduces=False)
         if not is_last:
             return None
-        whole = self._schedule(self.schedule, self.num_microbatches)
         order = tuple(whole.completions(self.mesh.coordinate("pipeline")))
-        return Reduction(self.zero, order, early=not whole.splits_backward)
+        return ReduceOnce(self.zero, order, early=not whole.splits_backward)
+
+    def _over_data_ranks(self, samples: int, pieces: int) -> tuple[int, int]:
+        """Samples of all data ranks together, and the most microbatches that one has; collective over them."""
+        group = self.mesh.group("data")
+        if group is None:
+            return samples, pieces
+        # One sum tells both: how many ranks have as many microbatches as the position says.
+        counts = torch.zeros(self.num_microbatches + 2, dtype=torch.int64)
+        counts[0], counts[1 + pieces] = samples, 1
+        counts = counts.to(self.device)
+        dist.all_reduce(counts, group=group)
+        total, *having = counts.tolist()
+        return total, max(number for number, ranks in enumerate(having) if ranks)
+
+    def _filled_up(self, pieces: list[tuple[Any, int]], most: int) -> list[tuple[Any, int]]:
+        """As many microbatches as the longest data rank has: the last one is repeated, and does not count."""
+        return pieces + [(copied(pieces[-1][0]), pieces[-1][1]) for _ in range(most - len(pieces))]
 
     def _reduce(self, factor: float, names: set[str]) -> None:
         """Sum the gradients over the ranks, see :meth:`~lightning_megapar.data_parallel.gradients.GradientReducer`."""
@@ -380,14 +417,18 @@ class StepperBase:
                 stacklevel=2,
             )
 
-    def _unit(self, window: Window, samples: int) -> float:
-        """The weight that counts as 1 while microbatch losses are scaled."""
+    def _unit(self, window: Window, samples: int, total: int) -> float:
+        """The weight that counts as 1 while microbatch losses are scaled.
+
+        Args:
+            window: that the batch belongs to.
+            samples: of this rank's batch.
+            total: of the batches of all data ranks, where it is known.
+        """
         if window.by_tokens:
             return window.unit
         if self._token_unit is None and self.zero is not None:
             # FSDP2 sums over the data ranks before the step's report tells how many samples the others had.
-            total = torch.tensor(samples, dtype=torch.float64, device=self.device)
-            dist.all_reduce(total, group=self.mesh.group("data"))
             return float(total)
         return self._token_unit or float(samples * self.mesh.size("data"))
 

@@ -113,10 +113,17 @@ class Stepper(StepperBase):
 
         # While the schedule runs, microbatch losses are weighted in units of ``unit``; what is missing to the true
         # weight is a factor that is exactly 1 in the ordinary case and applied when the gradients are handed over.
-        unit = self._unit(window, samples)
+        total, most = samples, len(pieces)
+        if self._counts_must_agree or (self.zero is not None and self._token_unit is None and not window.by_tokens):
+            total, most = self._over_data_ranks(samples, len(pieces))
+        unit = self._unit(window, samples, total)
         scale = loss_scale / accumulate
         sizes = [count for _, count in pieces]
         pieces, self._origins = self.sharing.spread(pieces)
+        counting = len(pieces)
+        if self._counts_must_agree:
+            pieces = self._filled_up(pieces, most)
+            self._origins += [(self._origins[-1][0], number) for number in range(counting, most)]
         recorder = LogRecorder()
         losses: list[Tensor] = []
         weights: list[Tensor] = []
@@ -125,6 +132,12 @@ class Stepper(StepperBase):
 
         def forward(chunk: int, microbatch: int, received: Any) -> tuple[bool, Any]:
             piece, count = pieces[microbatch]
+            if microbatch >= counting:
+                log = LogRecorder()
+                log.begin_microbatch(microbatch, count)
+                with self.state_kept(), log.attached(results):
+                    finished, value = self._call(lambda: step(piece), microbatch, received, chunk)
+                return finished, (loss_of(value)[0], self._weight(0, None)) if finished else value
             log = self._recorder_of(chunk, recorder)
             log.begin_microbatch(microbatch, count)
             with log.attached(results):
@@ -145,7 +158,7 @@ class Stepper(StepperBase):
             (loss * (weight / unit * scale).to(loss.dtype)).backward()
 
         self._rehearse("train", step, pieces, results)
-        reduction = self._hold_gradients(is_last_of_window)
+        reduction = self._reduction(is_last_of_window)
 
         def before_backward(microbatch: int) -> None:
             if self.streams is not None:
@@ -207,7 +220,7 @@ class Stepper(StepperBase):
         if collect and outputs and self.mesh.has_loss and not self.sharing.is_even:
             outputs = self.sharing.collect(outputs, self._origins)
         elif outputs:
-            sizes = [count for _, count in pieces]
+            sizes = [count for _, count in pieces[:counting]]
         self._origins = []
         output = joined(outputs, sizes)
         if share:
@@ -228,8 +241,8 @@ class Stepper(StepperBase):
     ) -> None:
         """Move the stash into ``.grad``; at the window's end sum over the ranks and settle the scale."""
         window = self._window
-        # With FSDP2 the window's gradients arrive together at its end, so the scale is settled there as well.
-        if self.zero is not None:
+        # Where the window's gradients arrive together at its end, the scale is settled there as well.
+        if self._reduces_at_end:
             per_batch = 1.0
         elif window.by_tokens:
             per_batch = _exact(unit / window.unit)
@@ -247,7 +260,7 @@ class Stepper(StepperBase):
         final = 1.0
         if window.by_tokens:
             final = _exact(factor * accumulate * window.unit / (window.weight or window.unit))
-        elif self.zero is not None:
+        elif self._reduces_at_end:
             final = _exact(factor * unit / (weight or unit))
         if self.check_is_due:
             self._check_agreement()
@@ -345,17 +358,21 @@ class Stepper(StepperBase):
         pieces = split_batch(batch, self.num_microbatches, nominal)
         mark = self._fingerprint(batch, len(pieces), "evaluate")
         self._rehearse(kind, step, pieces, results)
+        counting = len(pieces)
+        if self.zero is not None and self.zero.stage == 3 and self._counts_must_agree:
+            pieces = self._filled_up(pieces, self._over_data_ranks(0, counting)[1])
         recorder = LogRecorder()
         outputs: list[Any] = []
         weights: list[Tensor] = []
 
         def forward(chunk: int, microbatch: int, received: Any) -> tuple[bool, Any]:
             piece, count = pieces[microbatch]
-            log = self._recorder_of(chunk, recorder)
+            does_not_count = microbatch >= counting
+            log = LogRecorder() if does_not_count else self._recorder_of(chunk, recorder)
             log.begin_microbatch(microbatch, count)
-            with log.attached(results):
+            with self.state_kept() if does_not_count else nullcontext(), log.attached(results):
                 finished, value = self._call(lambda: step(piece), microbatch, received, chunk)
-            if finished:
+            if finished and not does_not_count:
                 outputs.append(detach(value))
                 tokens = value.get("num_valid_tokens") if isinstance(value, dict) else None
                 weights.append(self._weight(count, tokens))
@@ -368,7 +385,7 @@ class Stepper(StepperBase):
             weigh_by_tokens(recorder, weights)
         report = self.exchange.exchange(recorder, 0.0, 0.0, flag, mark, outputs)
         self._tell_unlike(report, kind)
-        output = join_outputs(outputs, [count for _, count in pieces]) if outputs else None
+        output = join_outputs(outputs, [count for _, count in pieces[:counting]]) if outputs else None
         if share and self.cut is not None:
             output = from_last_stage(output, self.mesh, self.device)
         return StepResult(output, report, batch_size_of(batch) or 1)

@@ -16,6 +16,7 @@ from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.data_parallel.agreement import whole_buffers
 from lightning_megapar.launch import returns_to_caller
 from lightning_megapar.pipeline.balance.options import given_rebalance, usable
+from lightning_megapar.pipeline.cutting.state import state_kept
 from lightning_megapar.pipeline.schedules import given_schedule
 from lightning_megapar.sharding.choice import check_written_plan, given_plan
 from lightning_megapar.sharding.chooser.alone import runs_of_step
@@ -52,7 +53,8 @@ class MegaParStrategy(StepStrategy):
 
     Args:
         tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size,
-        data_parallel_size, sequence_parallel, zero_stage, num_microbatches, pipeline_schedule, pipeline_memory_limit,
+        data_parallel_size, sequence_parallel, zero_stage, data_parallel_replicas, offload_optimizer, num_microbatches,
+        pipeline_schedule, pipeline_memory_limit,
         pipeline_chunks, pipeline_blocks, pipeline_stack, pipeline_split, pipeline_balance_by, sharding_plan, cluster:
             see :class:`~lightning_megapar.config.ParallelConfig`. Every size may be ``"auto"``; ``pipeline_schedule``
             is a name, ``"auto"``, a :class:`~lightning_megapar.pipeline.schedules.data.Schedule`, or the path of a CSV
@@ -86,6 +88,8 @@ class MegaParStrategy(StepStrategy):
         data_parallel_size: Any = "auto",
         sequence_parallel: bool = False,
         zero_stage: int = 0,
+        data_parallel_replicas: int = 1,
+        offload_optimizer: bool = False,
         num_microbatches: Any = "auto",
         pipeline_schedule: Any = "1f1b",
         pipeline_memory_limit: Any = None,
@@ -115,6 +119,8 @@ class MegaParStrategy(StepStrategy):
             data_parallel_size=data_parallel_size,
             sequence_parallel=sequence_parallel,
             zero_stage=zero_stage,
+            data_parallel_replicas=data_parallel_replicas,
+            offload_optimizer=offload_optimizer,
             num_microbatches=num_microbatches,
             pipeline_schedule=given_schedule(pipeline_schedule),
             pipeline_memory_limit=pipeline_memory_limit,
@@ -317,6 +323,7 @@ class MegaParStrategy(StepStrategy):
             buffers=lambda: whole_buffers(module),
             parts=PartsWatch(module) if self.prepared.is_cut else None,
             is_cut=self.prepared.is_cut,
+            state_kept=lambda: state_kept(module),
         )
 
     def _print_plan(self, module: Any) -> None:

@@ -168,7 +168,8 @@ class MeshStrategy(ParallelStrategy):
             placement = None  # of a schedule that is chosen when the module is there
             if self.order != AUTO:
                 placement = placement_of(self.order, self.layout.pipeline, self.settled.chunks)
-            self._mesh = ParallelMesh(self.layout, self.global_rank, self.root_device.type, placement)
+            replicas = self.config.data_parallel_replicas
+            self._mesh = ParallelMesh(self.layout, self.global_rank, self.root_device.type, placement, replicas)
             if placement is not None:
                 self._tell_layout()
             if self.layout.world_size > 1:

@@ -189,10 +189,17 @@ def prepare_module(
         streams = RandomStreams(seed, mesh.coordinate("data"), keyed_blocks(module, cut, plan))
     zero = None
     sharded: set[str] = set()
-    data = mesh.submesh("data")
-    if config.zero_stage == 1 and data is not None:
+    data = mesh.sharding_mesh()
+    if config.zero_stage > 0 and data is not None:
         chunks = [list(chunk.local_modules.values()) for chunk in cut.chunks] if cut else ()
-        zero = ZeroUnits(module, _blocks(module, plan), data, chunks)
+        zero = ZeroUnits(
+            module,
+            _blocks(module, plan),
+            data,
+            chunks,
+            stage=config.zero_stage,
+            offload=config.offload_optimizer,
+        )
         managed = zero.parameter_ids()
         sharded = {
             names.canonical[name]

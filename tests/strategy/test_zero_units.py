@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.data_parallel.zero import Reduction, _refuse_unknown, units_of
+from lightning_megapar.data_parallel.reduction import ReduceOnce
+from lightning_megapar.data_parallel.units import units_of
+from lightning_megapar.data_parallel.zero import _refuse_unknown
 
 
 class Body(nn.Module):
@@ -95,11 +97,11 @@ def test_a_torch_that_cannot_be_told_is_refused_by_name() -> None:
     with pytest.raises(
         ConfigError, match=r"FSDP2 of torch .* has no FSDPState._root_post.*or a torch from 2.11 to 2.13"
     ):
-        _refuse_unknown(cast("FSDPModule", nn.Linear(1, 1)))
+        _refuse_unknown(cast("FSDPModule", nn.Linear(1, 1)), 1)
 
 
 class Unit:
-    """What a :class:`Reduction` needs of an FSDP2 unit; notes when it would start to reduce."""
+    """What a :class:`ReduceOnce` needs of an FSDP2 unit; notes when it would start to reduce."""
 
     def __init__(self, name: str, started: list[str]) -> None:
         self.name, self.started, self.reduces, self.has_gradients, self.ends = name, started, False, True, 0
@@ -121,7 +123,7 @@ class Unit:
             self.started.append(self.name)
 
 
-def reduction(order: tuple[int, ...], early: bool) -> tuple[Reduction, list[str], dict[str, Unit]]:
+def reduction(order: tuple[int, ...], early: bool) -> tuple[ReduceOnce, list[str], dict[str, Unit]]:
     started: list[str] = []
     users = {"block 0": {0}, "block 1": {1}, "tied": {0, 1}}
     units = {name: Unit(name, started) for name in users}
@@ -131,17 +133,17 @@ def reduction(order: tuple[int, ...], early: bool) -> tuple[Reduction, list[str]
         called=set(units.values()),
         is_sharded=lambda unit: not unit.has_gradients,
     )
-    return Reduction(zero, order, early), started, units
+    return ReduceOnce(zero, order, early), started, units
 
 
 def test_the_order_of_the_sums_is_that_of_a_whole_batch() -> None:
     """A data rank with fewer microbatches may complete its chunks in another order; its peers wait in this one."""
     made, started, _ = reduction((1, 0), early=False)
-    assert [made.after_last(0), list(started)] == [False, []]
-    assert [made.after_last(1), list(started)] == [True, ["block 1", "block 0", "tied"]]
+    assert [made.after(0, True), list(started)] == [False, []]
+    assert [made.after(1, True), list(started)] == [True, ["block 1", "block 0", "tied"]]
     made, started, _ = reduction((1, 0), early=False)
-    assert [made.after_last(1), list(started)] == [True, ["block 1"]]
-    assert [made.after_last(0), list(started)] == [True, ["block 1", "block 0", "tied"]]
+    assert [made.after(1, True), list(started)] == [True, ["block 1"]]
+    assert [made.after(0, True), list(started)] == [True, ["block 1", "block 0", "tied"]]
     made.finish()
     assert len(started) == 3
 
@@ -151,19 +153,19 @@ def test_hooks_reduce_within_whole_backwards_and_nowhere_else() -> None:
         return {name for name, unit in units.items() if unit.reduces}
 
     made, started, units = reduction((1, 0), early=True)
-    made.before_last(1)
+    made.before(1, True)
     assert switched(units) == {"block 1"} and not started
     units["block 1"].end()  # as FSDP2's hook does
-    assert not made.after_last(1) and started == ["block 1"]
+    assert not made.after(1, True) and started == ["block 1"]
     assert units["block 1"].ends == 1  # its sum is waited for in the end
-    made.before_last(0)
+    made.before(0, True)
     assert switched(units) == set(units)
-    assert not made.after_last(0) and started == ["block 1", "block 0", "tied"]  # what no hook has seen
+    assert not made.after(0, True) and started == ["block 1", "block 0", "tied"]  # what no hook has seen
     made, _, units = reduction((1, 0), early=True)
-    made.before_last(0)  # not its turn
+    made.before(0, True)  # not its turn
     assert switched(units) == set()
     made, _, units = reduction((1, 0), early=False)
-    made.before_last(1)  # this rank's last action is a whole backward, its peers' may be another
+    made.before(1, True)  # this rank's last action is a whole backward, its peers' may be another
     assert switched(units) == set()
 
 

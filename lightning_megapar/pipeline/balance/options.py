@@ -132,7 +132,12 @@ def usable(config: ParallelConfig, layout: Layout) -> Rebalance | None:
     if config.zero_stage > 0 and "layers" in left:
         raise ConfigError(
             f"rebalance: layers cannot be moved under zero_stage={config.zero_stage}, whose shards FSDP2 lays out "
-            "once; valid: zero_stage=0, or rebalance=replicas"
+            "once; valid: zero_stage=0" + (", or rebalance=replicas" if config.zero_stage == 1 else "")
+        )
+    if config.zero_stage > 1 and "replicas" in left:
+        raise ConfigError(
+            f"rebalance: replicas run different numbers of microbatches, but under zero_stage={config.zero_stage} all "
+            "gather or reduce with each of them; valid: zero_stage=0 or 1"
         )
     own = None if isinstance(config.pipeline_schedule, str) else config.pipeline_schedule
     for lever in ("replicas", "microbatches"):

@@ -72,8 +72,8 @@ class _Memory:
         if isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter):
                 self._first(value)
-                copy = value.detach().clone()
-                self._steps.append(lambda: _write(value, copy))
+                copy, version = value.detach().clone(), -1 if value.is_inference() else value._version
+                self._steps.append(lambda: _write(value, copy, version))
         elif isinstance(value, dict):
             self._first(value)
             mapping: Any = OrderedDict if isinstance(value, OrderedDict) else dict  # it keeps an order of its own
@@ -128,11 +128,18 @@ def _refill(container: Any, clear: Callable[[Any], None], fill: Callable[[Any, A
     fill(container, content)
 
 
-def _write(tensor: Tensor, copy: Tensor) -> None:
-    if tensor.shape == copy.shape:
-        tensor.copy_(copy)
-    else:
+def _write(tensor: Tensor, copy: Tensor, version: int) -> None:
+    if tensor.shape != copy.shape:
         tensor.set_(copy)  # type: ignore[call-overload]
+    elif not _is_unchanged(tensor, copy, version):
+        tensor.copy_(copy)
+
+
+def _is_unchanged(tensor: Tensor, copy: Tensor, version: int) -> bool:
+    """Whether nothing need be written; autograd refuses a backward of something that has been written since."""
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_inference():
+        return False
+    return tensor._version == version and torch.equal(tensor, copy)
 
 
 def _set_attributes(module: nn.Module, values: dict[str, Any]) -> None:

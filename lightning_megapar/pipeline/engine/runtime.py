@@ -44,13 +44,13 @@ class Postponed(Protocol):
 
 
 class Reduction(Protocol):
-    """What happens to complete gradients: a :class:`~lightning_megapar.data_parallel.zero.Reduction`."""
+    """What happens to complete gradients, see :mod:`lightning_megapar.data_parallel.reduction`."""
 
-    def before_last(self, chunk: int) -> None:
-        """The action that completes a chunk's gradients comes next, and is a whole backward."""
+    def before(self, chunk: int, is_last: bool) -> None:
+        """A whole backward of a chunk comes next; ``is_last``: it completes the chunk's gradients of the step."""
 
-    def after_last(self, chunk: int) -> bool:
-        """A chunk's gradients are complete; whether something was done about it."""
+    def after(self, chunk: int, is_last: bool) -> bool:
+        """A microbatch's gradients of a chunk are complete; whether something was done about it."""
 
     def finish(self) -> None:
         """The step's actions have run."""
@@ -236,16 +236,16 @@ class _Step:
             self._post(chunk)
         last = self.schedule.completions(self.runtime.rank) if self.reduction is not None else {}
         for index, action in enumerate(self.actions):
-            completes = last.get(action.chunk) == index
-            if completes and self.reduction is not None and action.kind == "backward":
-                self.reduction.before_last(action.chunk)
+            is_last = last.get(action.chunk) == index
+            if self.reduction is not None and action.kind == "backward":
+                self.reduction.before(action.chunk, is_last)
             start = self._do(action)
             if self.runtime.stopwatch is not None:
                 self.runtime.stopwatch.note(action)
             if self.runtime.spans is not None:
                 self.runtime.spans.append(Span(action, start, self.runtime.now()))
-            if completes:
-                self._reduce(action.chunk)
+            if self.reduction is not None and (is_last or action.kind in ("backward", "backward_weight")):
+                self._reduce(self.reduction, action.chunk, is_last)
             for sender in senders:
                 sender.collect()
         if self.reduction is not None:
@@ -253,10 +253,9 @@ class _Step:
         for sender in senders:
             sender.drain()
 
-    def _reduce(self, chunk: int) -> None:
-        assert self.reduction is not None
+    def _reduce(self, reduction: Reduction, chunk: int, is_last: bool) -> None:
         start = self.runtime.now()
-        if self.reduction.after_last(chunk) and self.runtime.reductions is not None:
+        if reduction.after(chunk, is_last) and self.runtime.reductions is not None:
             self.runtime.reductions.append((start, self.runtime.now()))
 
     def _backward_order(self, chunk: int) -> list[int]:
