@@ -58,16 +58,18 @@ class StateBytes:
         shards: its shards of parameters (for stage 0 nothing beside the whole ones).
         gradients: whole ones or shards.
         optimizer: state of the optimizer.
+        sums: under hybrid sharding what FSDP2 sends between replicas, which it keeps to the end of a step.
     """
 
     gathered: float
     shards: float
     gradients: float
     optimizer: float
+    sums: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.gathered + self.shards + self.gradients + self.optimizer
+        return self.gathered + self.shards + self.gradients + self.optimizer + self.sums
 
 
 def state_bytes(
@@ -79,6 +81,7 @@ def state_bytes(
     width: int = 4,
     compute_width: int | None = None,
     optimizer_width: int = 8,
+    replicas: int = 1,
 ) -> StateBytes:
     """Bytes of parameters, gradients and optimizer state on one rank.
 
@@ -99,6 +102,7 @@ def state_bytes(
         width: ``w``, bytes of a parameter and of its gradient.
         compute_width: ``c``, bytes of a gathered parameter; by default ``width``.
         optimizer_width: ``o``, bytes of optimizer state per parameter: 8 for Adam in float32, 4 for momentum.
+        replicas: groups of ranks that each hold all shards; with more than one ``w P / N`` more at stages 2 and 3.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage {stage} is none of ZeRO's: 0, 1, 2, 3")
@@ -108,4 +112,5 @@ def state_bytes(
         shards=0 if stage == 0 else width * parameters / ranks,
         gradients=width * parameters / (ranks if stage >= 2 else 1),
         optimizer=optimizer_width * parameters / (ranks if stage >= 1 else 1),
+        sums=width * parameters / ranks if stage >= 2 and replicas > 1 else 0,
     )

@@ -103,7 +103,7 @@ class ReduceEach:
         zero: the units; :meth:`ZeroUnits.hold` was called before the step, with ``reduces=hooked``.
         hooked: FSDP2's hooks reduce within backwards. Only for schedules of whole backwards: after the backward of the
             inputs alone the sum would lack what waits, and come twice.
-        ends_window: whether stage 2 lets go of parameters when the step is through.
+        ends_window: whether stage 2 lets go of parameters at the step's end.
     """
 
     def __init__(self, zero: ZeroUnits, hooked: bool, ends_window: bool) -> None:
@@ -135,18 +135,18 @@ class ReduceEach:
         _wait(self._zero, reshards=self._zero.stage == 3 or self._ends_window)
 
     def _lets_go(self, unit: FSDPModule, complete: Collection[int]) -> bool:
-        if self._zero.stage == 3:
+        """Whether a unit's parameters go after a backward, once these chunks are complete."""
+        if unit in self._zero.regathered:
             return True
         users = self._zero.users[self._zero.units.index(unit)]
-        return self._ends_window and users.issubset(complete)
+        return (self._ends_window or self._zero.stage == 3) and users.issubset(complete)
 
     def _is_through(self, unit: FSDPModule) -> bool:
         """Whether FSDP2's hooks have left nothing to do. Asking it once more would wait for the sum that runs."""
         if self._zero.is_sharded(unit):
             return True
-        users = self._zero.users[self._zero.units.index(unit)]
-        if self._zero.stage == 3 or (self._ends_window and users.issubset(self._complete)):
-            return False  # it ought to be sharded
+        if self._lets_go(unit, self._complete):
+            return False
         return all(p.grad is None for p in unit.parameters())  # type: ignore[attr-defined]
 
 

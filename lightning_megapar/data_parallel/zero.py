@@ -71,6 +71,8 @@ class ZeroUnits:
         """For each unit the chunks whose backward can give it gradients."""
         self.called: set[FSDPModule] = set()
         """Units that have been called; FSDP2 sets others up by halves only."""
+        self.regathered: set[FSDPModule] = set()
+        """Units that stage 3 gathers again for each backward."""
         self._shards: dict[FSDPModule, nn.Parameter] = {}
         self._is_connected = False
         self._order = _Order()
@@ -78,11 +80,12 @@ class ZeroUnits:
         policy = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
         for owners in units_of(module, blocks, stage):
             alone = len(owners) == 1
+            again = stage == 3 and alone
             unit = owners[0] if alone else _Together(owners)
             fully_shard(
                 unit,
                 mesh=mesh,
-                reshard_after_forward=stage == 3 and alone,
+                reshard_after_forward=again,
                 mp_policy=mixed_precision or MixedPrecisionPolicy(),
                 offload_policy=policy,
             )
@@ -95,10 +98,14 @@ class ZeroUnits:
                 _gather_for(owners, unit)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+            # Itself, that is nothing: left alone FSDP2 would gather what ran before, even for another microbatch.
+            unit.set_modules_to_backward_prefetch([unit])
             if not on_gpu and hasattr(unit, "_set_unshard_async_op"):
                 unit._set_unshard_async_op(True)  # without streams only then a gather runs behind a computation
             self._shards[unit] = next(unit.parameters())
             self.units.append(unit)
+            if again:
+                self.regathered.add(unit)
             self.users.append(_users(owners, chunks))
 
     def _before_forward(self, unit: Any, _: Any) -> None:
@@ -135,7 +142,7 @@ class ZeroUnits:
         """
         self._order.apply()
         for unit in self.units:
-            switch(unit, reduces, self.stage == 3)
+            switch(unit, reduces, unit in self.regathered)
 
     def end_backward(self) -> None:
         """After a backward of somebody's own, outside of a schedule: reduce what FSDP2's hooks have not."""

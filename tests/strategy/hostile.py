@@ -15,6 +15,7 @@ PLAIN = "plain"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "dp2": (2, {"data_parallel_size": 2}),
+    "dp4": (4, {"data_parallel_size": 4}),
     "dp2_zero1": (2, {"data_parallel_size": 2, "zero_stage": 1}),
     "tp2": (2, {"tensor_parallel_size": 2}),
     "pp2": (2, {"pipeline_parallel_size": 2}),
@@ -116,7 +117,7 @@ def trainer_for(layout: str, callbacks: Sequence[Callback] = (), **kwargs: Any) 
         from lightning_megapar import MegaParStrategy
 
         world, sizes = LAYOUTS[layout]
-        strategy = MegaParStrategy(timeout_seconds=20, **sizes, **options)  # type: ignore[assignment]
+        strategy = MegaParStrategy(**{"timeout_seconds": 20, **sizes, **options})  # type: ignore[assignment]
     kwargs = {**QUIET, "max_epochs": 2, "precision": "64-true", **kwargs}
     return Trainer(strategy=strategy, accelerator="cpu", devices=world, callbacks=list(callbacks), **kwargs)
 
