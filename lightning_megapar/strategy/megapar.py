@@ -14,9 +14,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_megapar.checkpoint.hugging_face.reading import LoadFrom, check_load_from
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.data_parallel.agreement import whole_buffers
+from lightning_megapar.data_parallel.parameters import LogicalParameter
 from lightning_megapar.launch import returns_to_caller
+from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.balance.options import given_rebalance, usable
 from lightning_megapar.pipeline.schedules import given_schedule
+from lightning_megapar.precision.loss_scale import LossScaleOptions, given_loss_scale
+from lightning_megapar.precision.plugin import LossScaling, is_float16_mixed, refuse_for_float16
 from lightning_megapar.sharding.choice import check_written_plan, given_plan
 from lightning_megapar.sharding.chooser.alone import runs_of_step
 from lightning_megapar.sharding.chooser.choose import PATIENCE
@@ -72,6 +76,8 @@ class MegaParStrategy(StepStrategy):
         rebalance: what to do when a rank is slow: ``True``, ``"layers"``, ``"replicas"``, ``"microbatches"``, or a
             mapping of the arguments of :class:`~lightning_megapar.pipeline.balance.options.Rebalance`; ``None``
             measures nothing. What was found and done is in :attr:`balance_events`.
+        loss_scale: of ``precision="16-mixed"``: a mapping of the arguments of
+            :class:`~lightning_megapar.precision.loss_scale.LossScaleOptions`, or a number for a fixed one.
 
     Raises:
         ConfigError: on any unknown or impossible setting, before a process group exists.
@@ -104,6 +110,7 @@ class MegaParStrategy(StepStrategy):
         timeout_seconds: float = 600.0,
         process_group_backend: str | None = None,
         rebalance: Any = None,
+        loss_scale: Any = None,
         **unknown: Any,
     ) -> None:
         refuse_unknown("MegaParStrategy", unknown, argument_names())
@@ -127,6 +134,7 @@ class MegaParStrategy(StepStrategy):
             cluster=given_cluster(cluster),
             rebalance=given_rebalance(rebalance),
         )
+        self.loss_scale_options = given_loss_scale(loss_scale)
         given_plan(sharding_plan)  # refuse what cannot be read now, before any process exists
         super().__init__(config, timeout_seconds, process_group_backend, seed)
         self.pipeline_keep = dict(pipeline_keep or {})
@@ -159,14 +167,25 @@ class MegaParStrategy(StepStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if getattr(plugin, "scaler", None) is not None:
+        self._loss_scaling = None
+        if is_float16_mixed(plugin):
+            self._loss_scaling = LossScaling(self.loss_scale_options or LossScaleOptions())
+            self._loss_scaling.adopt(plugin, ranks=self._parameters_of_ranks, tell=self._log_step)
+        elif plugin is not None and self.loss_scale_options is not None:
             raise ConfigError(
-                "precision='16-mixed' is not available yet; valid values: 32-true, bf16-mixed, bf16-true, 64-true"
+                f"loss_scale={self.loss_scale_options} is for precision='16-mixed', and this run's is "
+                f"{getattr(plugin, 'precision', '32-true')!r}; valid: loss_scale=None, or, where Lightning turns "
+                "16-mixed into bf16-mixed (on a CPU), Trainer(plugins=[lightning_megapar.precision.float16_plugin()])"
             )
         if plugin is not None:
             # Lightning's clipping sees one rank's tensors only (and refuses fused optimizers): ours is global.
             plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
         self._precision_plugin = plugin
+
+    def _parameters_of_ranks(
+        self,
+    ) -> tuple[Sequence[LogicalParameter], ParallelMesh, torch.device, Sequence[str]]:
+        return self.stepper.parameters, self.mesh, self.root_device, self.prepared.names.parameters
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -206,6 +225,9 @@ class MegaParStrategy(StepStrategy):
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
+        if self._loss_scaling is not None:
+            plugin: Any = self.precision_plugin
+            plugin.device = self.root_device.type  # one that was given could not know it
         module = self.lightning_module
         balance = usable(self.config, self.layout)
         earlier = vars(module).get("_megapar_prepared")
@@ -285,6 +307,8 @@ class MegaParStrategy(StepStrategy):
             carry_over(self.optimizers, self._originals, self.prepared.parameters)
             refuse_empty_optimizers(self.optimizers, self.prepared)
             refuse_optimizers(self.optimizers, self.prepared)
+            if self._loss_scaling is not None:
+                refuse_for_float16(self.optimizers, self.prepared.parameters)
         self._balance(balance if trainer.state.fn == TrainerFn.FITTING else None, trainer.callbacks)
         self.setup_precision_plugin()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gr
 from lightning_megapar.launch import shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
 from lightning_megapar.pipeline.balance.options import Rebalance
+from lightning_megapar.precision.loss_scale import LossScale
+from lightning_megapar.precision.plugin import LossScaling
 from lightning_megapar.sharding.watch import PartsWatch
 from lightning_megapar.step.log import replay
 from lightning_megapar.step.stepper import StepContractError, StepResult
@@ -41,6 +43,7 @@ class StepStrategy(StateStrategy):
     ) -> None:
         super().__init__(config, timeout_seconds, process_group_backend, seed)
         self._leave_requested = False
+        self._loss_scaling: LossScaling | None = None
         self._accumulating = False
         self._reduced = False  # manual optimization: a backward of this step has averaged its gradients
         self._inject_sampler = True
@@ -87,7 +90,7 @@ class StepStrategy(StateStrategy):
         trainer = module.trainer
         self._where = f"training step {trainer.global_step}"
         self._reduced = False
-        alone = self._is_plain and trainer.accumulate_grad_batches == 1
+        alone = self._is_plain and trainer.accumulate_grad_batches == 1 and self._loss_scaling is None
         if alone or not module.automatic_optimization:
             with self._norms_are_global(), self.precision_plugin.train_step_context():
                 output = module.training_step(*args, **kwargs)
@@ -103,6 +106,7 @@ class StepStrategy(StateStrategy):
             results=trainer._results,
             accumulate=trainer.accumulate_grad_batches,
             is_last_of_window=not self._accumulating,
+            loss_scale=self._scale,
             flag=float(self._preemption.is_set),
             share=seen and self.layout.pipeline > 1,
             collect=seen,
@@ -186,15 +190,37 @@ class StepStrategy(StateStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         module = self.lightning_module
         assert module is not None
-        if module.automatic_optimization or self.layout.world_size == 1:
+        if module.automatic_optimization or (self.layout.world_size == 1 and self._loss_scaling is None):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+        scaled = closure_loss if self._loss_scaling is None else closure_loss.float() * self._scale
         losses: list[Tensor] = []
         self.stepper.backward_alone(
-            lambda: losses.append(super(StepStrategy, self).backward(closure_loss, optimizer, *args, **kwargs)),
+            lambda: losses.append(super(StepStrategy, self).backward(scaled, optimizer, *args, **kwargs)),
             closure_loss.detach(),
+            self._scale,
         )
         self._reduced = True
         return losses[0]
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The loss scale as it stands, under ``precision="16-mixed"``; ``None`` under any other."""
+        return None if self._loss_scaling is None else self._loss_scaling.state
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self._loss_scaling is None else self._loss_scaling.state.scale
+
+    def _log_step(self, values: Mapping[str, float]) -> None:
+        """Log numbers of an optimizer step, as a hook of it would."""
+        module: Any = self.lightning_module
+        if module.trainer.barebones:
+            return
+        kept, module._current_fx_name = module._current_fx_name, "on_before_optimizer_step"
+        try:
+            module.log_dict(dict(values))
+        finally:
+            module._current_fx_name = kept
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         module = self.lightning_module
