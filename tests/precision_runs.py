@@ -17,6 +17,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pipeline_parallel_size": 2}),
     "pp2_zb_h1": (2, {"pipeline_parallel_size": 2, "pipeline_schedule": "zb_h1"}),
     "tp2_pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "dp2_tp2_zero1": (4, {"data_parallel_size": 2, "tensor_parallel_size": 2, "zero_stage": 1}),
     "dp2_pp2_zero1": (4, {"data_parallel_size": 2, "pipeline_parallel_size": 2, "zero_stage": 1}),
 }
 

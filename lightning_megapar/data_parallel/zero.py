@@ -21,12 +21,13 @@ and so finish their chunks in different orders; the order of the sums is that of
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_megapar.config import ConfigError
 
@@ -41,6 +42,7 @@ class ZeroUnits:
         blocks: the stack's blocks (those of other stages own no parameters and are left out).
         mesh: one-dimensional data mesh.
         chunks: for each chunk of the rank the modules that live on it alone; none for a rank of one chunk.
+        mixed_precision: dtypes of gathered parameters and of the reduction; ``None`` leaves them as they are.
 
     Raises:
         ConfigError: see :func:`units_of`; also for a torch whose FSDP2 cannot be told when to reduce.
@@ -52,6 +54,7 @@ class ZeroUnits:
         blocks: Sequence[nn.Module],
         mesh: DeviceMesh,
         chunks: Sequence[Collection[nn.Module]] = (),
+        mixed_precision: MixedPrecisionPolicy | None = None,
     ) -> None:
         self.units: list[FSDPModule] = []
         self.users: list[frozenset[int]] = []
@@ -61,7 +64,8 @@ class ZeroUnits:
         self._shards: dict[FSDPModule, nn.Parameter] = {}
         for owners in units_of(module, blocks):
             unit = owners[0] if len(owners) == 1 else _Together(owners)
-            fully_shard(unit, mesh=mesh, reshard_after_forward=False)
+            policy = mixed_precision or MixedPrecisionPolicy()
+            fully_shard(unit, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
             assert isinstance(unit, FSDPModule)
             if unit is owners[0]:
                 _keep_containers(unit)
@@ -71,6 +75,8 @@ class ZeroUnits:
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
             _refuse_unknown(unit)
             unit.register_forward_pre_hook(lambda module, _: self.called.add(module))
+            if mixed_precision is not None:
+                unit.register_forward_pre_hook(partial(_accumulate_in, policy.reduce_dtype))
             self._shards[unit] = next(unit.parameters())
             self.units.append(unit)
             self.users.append(_users(owners, chunks))
@@ -186,6 +192,17 @@ def _end_backward(unit: FSDPModule) -> None:
     gradients and reduces nothing.
     """
     getattr(unit._get_fsdp_state(), _CALLBACK)()
+
+
+def _accumulate_in(dtype: torch.dtype | None, unit: Any, _: Any) -> None:
+    """Sum the gathered parameters' gradients in the reduction's dtype from the first microbatch on.
+
+    FSDP2 would leave those that waited (see :mod:`lightning_megapar.layers.deferral`) in the parameters' own, and
+    refuses to reduce gradients of two dtypes.
+    """
+    for parameter in unit.parameters():
+        if parameter.requires_grad and parameter.grad_dtype != dtype:
+            parameter.grad_dtype = dtype
 
 
 def _refuse_unknown(unit: FSDPModule) -> None:

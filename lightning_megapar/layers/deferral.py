@@ -63,7 +63,7 @@ class Deferral:
     def compute(self, key: Key) -> None:
         """Compute what waits under ``key`` and add it to each parameter's ``.grad``."""
         for parameter, gradient in self._waiting.pop(key, ()):
-            value = gradient()
+            value = gradient().to(parameter.grad_dtype or parameter.dtype)  # wider than the parameter's, it may be
             parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
 
     def connect(self, module: nn.Module) -> None:

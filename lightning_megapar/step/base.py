@@ -99,6 +99,7 @@ class StepperBase:
         buffers: this rank's buffers by name, without those of layers that are cut.
         parts: what the step does with pieces of sharded layers, ``None`` where nothing is sharded.
         is_cut: whether tensor ranks hold pieces of anything.
+        working_dtype: what steps compute in, where parameters are wider.
     """
 
     def __init__(
@@ -118,7 +119,9 @@ class StepperBase:
         buffers: Callable[[], Mapping[str, Tensor]] = dict,
         parts: Watch | None = None,
         is_cut: bool = False,
+        working_dtype: torch.dtype | None = None,
     ) -> None:
+        self.working_dtype = working_dtype
         self.mesh = mesh
         self.device = device
         self.owner = owner

@@ -280,7 +280,7 @@ class Stepper(StepperBase):
                 "output, or keep the layers that they look at whole (sharding_plan={'their.name': 'replicate', ...}, "
                 "or 'off'). Or they hold a figure of each rank, such as a time: keep that in a plain attribute"
             )
-        found = undeclared_addends(self._parameters, self.mesh)
+        found = undeclared_addends(self._parameters, self.mesh, self.working_dtype)
         if not found:
             return
         self._parameters = declared(self._parameters, found)

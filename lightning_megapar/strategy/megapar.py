@@ -8,19 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_megapar.checkpoint.hugging_face.reading import LoadFrom, check_load_from
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.data_parallel.agreement import whole_buffers
-from lightning_megapar.data_parallel.parameters import LogicalParameter
 from lightning_megapar.launch import returns_to_caller
-from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.balance.options import given_rebalance, usable
 from lightning_megapar.pipeline.schedules import given_schedule
-from lightning_megapar.precision.loss_scale import LossScaleOptions, given_loss_scale
-from lightning_megapar.precision.plugin import LossScaling, is_float16_mixed, refuse_for_float16
+from lightning_megapar.precision import masters
 from lightning_megapar.sharding.choice import check_written_plan, given_plan
 from lightning_megapar.sharding.chooser.alone import runs_of_step
 from lightning_megapar.sharding.chooser.choose import PATIENCE
@@ -134,9 +130,8 @@ class MegaParStrategy(StepStrategy):
             cluster=given_cluster(cluster),
             rebalance=given_rebalance(rebalance),
         )
-        self.loss_scale_options = given_loss_scale(loss_scale)
         given_plan(sharding_plan)  # refuse what cannot be read now, before any process exists
-        super().__init__(config, timeout_seconds, process_group_backend, seed)
+        super().__init__(config, timeout_seconds, process_group_backend, seed, loss_scale)
         self.pipeline_keep = dict(pipeline_keep or {})
         self.empty_init = empty_init
         self.load_from = check_load_from(load_from)
@@ -160,32 +155,6 @@ class MegaParStrategy(StepStrategy):
     @property
     def lightning_restore_optimizer(self) -> bool:
         return False
-
-    @property
-    def precision_plugin(self) -> Precision:
-        return self._precision_plugin if self._precision_plugin is not None else Precision()
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        self._loss_scaling = None
-        if is_float16_mixed(plugin):
-            self._loss_scaling = LossScaling(self.loss_scale_options or LossScaleOptions())
-            self._loss_scaling.adopt(plugin, ranks=self._parameters_of_ranks, tell=self._log_step)
-        elif plugin is not None and self.loss_scale_options is not None:
-            raise ConfigError(
-                f"loss_scale={self.loss_scale_options} is for precision='16-mixed', and this run's is "
-                f"{getattr(plugin, 'precision', '32-true')!r}; valid: loss_scale=None, or, where Lightning turns "
-                "16-mixed into bf16-mixed (on a CPU), Trainer(plugins=[lightning_megapar.precision.float16_plugin()])"
-            )
-        if plugin is not None:
-            # Lightning's clipping sees one rank's tensors only (and refuses fused optimizers): ours is global.
-            plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
-        self._precision_plugin = plugin
-
-    def _parameters_of_ranks(
-        self,
-    ) -> tuple[Sequence[LogicalParameter], ParallelMesh, torch.device, Sequence[str]]:
-        return self.stepper.parameters, self.mesh, self.root_device, self.prepared.names.parameters
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -225,9 +194,7 @@ class MegaParStrategy(StepStrategy):
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        if self._loss_scaling is not None:
-            plugin: Any = self.precision_plugin
-            plugin.device = self.root_device.type  # one that was given could not know it
+        self._place_precision()
         module = self.lightning_module
         balance = usable(self.config, self.layout)
         earlier = vars(module).get("_megapar_prepared")
@@ -238,6 +205,7 @@ class MegaParStrategy(StepStrategy):
             first = FirstBatch(trainer)
             trial = trial_of(trainer, first, self.num_microbatches) if self.layout.pipeline > 1 else None
             dtype = _product_dtype(str(getattr(self.precision_plugin, "precision", "32-true")))
+            convert = self._trial_convert or self.precision_plugin.convert_module
             self._settle(
                 take_schedule(
                     module,
@@ -245,7 +213,7 @@ class MegaParStrategy(StepStrategy):
                     self.config,
                     keep=self.pipeline_keep,
                     trial=trial,
-                    convert=self.precision_plugin.convert_module,
+                    convert=convert,
                     dtype=dtype,
                 )
             )
@@ -256,7 +224,10 @@ class MegaParStrategy(StepStrategy):
                 device=self.root_device,
                 seed=self.seed,
                 keep=self.pipeline_keep,
-                convert=self.precision_plugin.convert_module,
+                convert=convert,
+                hold=self.precision_plugin.convert_module,
+                working_dtype=None if self._working is None else masters.WORKING,
+                gathered=None if self._working is None else masters.gathered_in(),
                 runs=lambda whole: self._trial_runs(trainer, first),
                 load_from=self.load_from,
                 load_except=self.load_except,
@@ -307,8 +278,7 @@ class MegaParStrategy(StepStrategy):
             carry_over(self.optimizers, self._originals, self.prepared.parameters)
             refuse_empty_optimizers(self.optimizers, self.prepared)
             refuse_optimizers(self.optimizers, self.prepared)
-            if self._loss_scaling is not None:
-                refuse_for_float16(self.optimizers, self.prepared.parameters)
+            self._refuse_for_precision()
         self._balance(balance if trainer.state.fn == TrainerFn.FITTING else None, trainer.callbacks)
         self.setup_precision_plugin()
 
@@ -341,6 +311,7 @@ class MegaParStrategy(StepStrategy):
             buffers=lambda: whole_buffers(module),
             parts=PartsWatch(module) if self.prepared.is_cut else None,
             is_cut=self.prepared.is_cut,
+            working_dtype=_torch_dtype(self.precision_plugin),
         )
 
     def _print_plan(self, module: Any) -> None:
@@ -369,6 +340,11 @@ class MegaParStrategy(StepStrategy):
         else:
             with super().tensor_init_context(empty_init):
                 yield
+
+
+def _torch_dtype(plugin: Any) -> torch.dtype | None:
+    name = _product_dtype(str(getattr(plugin, "precision", "32-true")))
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
 
 
 def _product_dtype(precision: str) -> str:

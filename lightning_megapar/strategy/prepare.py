@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_megapar.checkpoint.hugging_face.reading import fill_module, plan_reading
 from lightning_megapar.config import ConfigError, Layout, ParallelConfig
@@ -100,6 +101,9 @@ def prepare_module(
     seed: int,
     keep: Mapping[str, str] | None = None,
     convert: Callable[[nn.Module], nn.Module] = lambda m: m,
+    hold: Callable[[nn.Module], nn.Module] | None = None,
+    working_dtype: torch.dtype | None = None,
+    gathered: MixedPrecisionPolicy | None = None,
     runs: Callable[[nn.Module], Sequence[Run] | str] = lambda m: "there are no samples",
     load_from: Mapping[str | None, Path] | None = None,
     load_except: Sequence[str] = (),
@@ -117,6 +121,9 @@ def prepare_module(
         seed: of the initialisation of meta parameters that have no seed of their own.
         keep: the pipeline cut's placements where registration order guesses wrong.
         convert: the precision plugin's ``convert_module``.
+        hold: the same where a module is not held between steps as it is in them.
+        working_dtype: of floating parameters in a step, then.
+        gathered: the same for FSDP2.
         runs: of the module's own step on a few samples, for the chooser of a sharding plan, or why there are none.
         load_from, load_except: files that values come from; see
             :func:`~lightning_megapar.checkpoint.hugging_face.reading.plan_reading`.
@@ -182,7 +189,7 @@ def prepare_module(
     initialise_by_name(module, seed, device=device, aliases=names.tied, blueprints=blueprints, loaded=loaded)
     fill_module(readings, local_state(module, names))
     module.to(device)
-    convert(module)
+    (hold or convert)(module)
     _refuse_meta(module)
     streams = None
     if mesh.layout.world_size > 1:
@@ -192,7 +199,7 @@ def prepare_module(
     data = mesh.submesh("data")
     if config.zero_stage == 1 and data is not None:
         chunks = [list(chunk.local_modules.values()) for chunk in cut.chunks] if cut else ()
-        zero = ZeroUnits(module, _blocks(module, plan), data, chunks)
+        zero = ZeroUnits(module, _blocks(module, plan), data, chunks, gathered)
         managed = zero.parameter_ids()
         sharded = {
             names.canonical[name]
@@ -200,6 +207,7 @@ def prepare_module(
             if id(parameter) in managed
         }
     if cut is not None:
+        cut.working_dtype = working_dtype
         cut.install_hooks()
     parameters, stages = recorded_parameters(module, names, mesh, sharded)
     return PreparedModule(

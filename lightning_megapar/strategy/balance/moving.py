@@ -67,6 +67,7 @@ def move_layers(
         owner, _, key = name.rpartition(".")
         module.get_submodule(owner)._modules[key] = part
     cut = RankCut(module, plan, plan.placement[here], device, spares.modules)
+    cut.working_dtype = None if prepared.cut is None else prepared.cut.working_dtype
     for stand_in in (one for chunk in cut.chunks for one in chunk.stand_ins.values()):
         convert(stand_in)  # so that it tells the dtypes that the originals have by now
     for name, nest in arrived.items():
