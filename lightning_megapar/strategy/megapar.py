@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megapar.checkpoint.hugging_face.reading import LoadFrom, check_load_from
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
@@ -17,6 +18,7 @@ from lightning_megapar.launch import returns_to_caller
 from lightning_megapar.pipeline.balance.options import given_rebalance, usable
 from lightning_megapar.pipeline.schedules import given_schedule
 from lightning_megapar.precision import masters
+from lightning_megapar.precision.fp8 import given_fp8
 from lightning_megapar.sharding.choice import check_written_plan, given_plan
 from lightning_megapar.sharding.chooser.alone import runs_of_step
 from lightning_megapar.sharding.chooser.choose import PATIENCE
@@ -74,6 +76,8 @@ class MegaParStrategy(StepStrategy):
             measures nothing. What was found and done is in :attr:`balance_events`.
         loss_scale: of ``precision="16-mixed"``: a mapping of the arguments of
             :class:`~lightning_megapar.precision.loss_scale.LossScaleOptions`, or a number for a fixed one.
+        fp8: 8-bit products of the linear layers inside the stack: ``"rowwise"``, ``"tensorwise"``, or a mapping of the
+            arguments of :class:`~lightning_megapar.precision.fp8.Fp8Options`; needs torchao.
 
     Raises:
         ConfigError: on any unknown or impossible setting, before a process group exists.
@@ -107,6 +111,7 @@ class MegaParStrategy(StepStrategy):
         process_group_backend: str | None = None,
         rebalance: Any = None,
         loss_scale: Any = None,
+        fp8: Any = None,
         **unknown: Any,
     ) -> None:
         refuse_unknown("MegaParStrategy", unknown, argument_names())
@@ -131,6 +136,7 @@ class MegaParStrategy(StepStrategy):
             rebalance=given_rebalance(rebalance),
         )
         given_plan(sharding_plan)  # refuse what cannot be read now, before any process exists
+        self.fp8 = given_fp8(fp8)
         super().__init__(config, timeout_seconds, process_group_backend, seed, loss_scale)
         self.pipeline_keep = dict(pipeline_keep or {})
         self.empty_init = empty_init
@@ -228,6 +234,7 @@ class MegaParStrategy(StepStrategy):
                 hold=self.precision_plugin.convert_module,
                 working_dtype=None if self._working is None else masters.WORKING,
                 gathered=None if self._working is None else masters.gathered_in(),
+                fp8=self.fp8,
                 runs=lambda whole: self._trial_runs(trainer, first),
                 load_from=self.load_from,
                 load_except=self.load_except,
@@ -240,6 +247,8 @@ class MegaParStrategy(StepStrategy):
             object.__setattr__(module, "_megapar_prepared", self._prepared)
             self._print_stages()
             self._print_plan(module)
+            if self._prepared.float8 is not None:
+                rank_zero_info(self._prepared.float8.describe())
         elif earlier.layout != self.layout:
             raise ConfigError(
                 f"the module was already cut for {earlier.layout.describe()}; this trainer asks for "

@@ -126,6 +126,8 @@ def _rebuilt(
         owner._modules[key] = prepared.spares.fresh(name)
     if prepared.deferral is not None:
         prepared.deferral.connect(root)
+    if prepared.float8 is not None:
+        prepared.float8.connect(root)
     tensor = mesh.submesh("tensor")
     shard_module(root, tensor, prepared.config.sequence_parallel and tensor is not None)
     inside = [
@@ -135,6 +137,8 @@ def _rebuilt(
     ]
     if inside and tensor is not None:
         apply_assignments(root, inside, TensorRanks(tensor))
+    if prepared.float8 is not None:
+        prepared.float8.settle(root)
     owners = parameter_owners(root)
     root.to_empty(device=device)
     for (_, first, first_name), *others in owners.values():
