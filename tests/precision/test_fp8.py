@@ -48,8 +48,8 @@ def test_products_are_torchao_s_bit_for_bit(recipe: str, dtype: torch.dtype) -> 
         assert 1e-3 < float((expected.double() - exact).norm() / exact.norm()) < 0.05  # it is 8 bits
 
 
-LOWEST_COSINE = {"rowwise": 0.99, "tensorwise": 0.97}
-"""Of any layer's weight gradient in the decoder to the one that bfloat16 gives; measured figures are in the README."""
+LOWEST_COSINE = {"rowwise": 0.995, "tensorwise": 0.992}
+"""Of any layer's weight gradient to the one that bfloat16 gives; measured: 0.9960 and 0.9938 (queries)."""
 
 
 def one_step(layout: str, recipe: str | None, precision: str = "bf16-mixed", **options: Any) -> dict[str, Any]:
