@@ -131,7 +131,8 @@ def adopt(plugin: Any) -> Callable[[nn.Module], nn.Module]:
     Returns:
         what it did to a module before: for trial runs, which train nothing.
     """
-    convert: Callable[[nn.Module], nn.Module] = plugin.convert_module
+    # The class's own: a plugin may have been adopted before, by another strategy.
+    convert: Callable[[nn.Module], nn.Module] = type(plugin).convert_module.__get__(plugin)
 
     def init_context() -> AbstractContextManager[None]:
         return nullcontext()  # parameters are made in float32: they are the masters

@@ -38,6 +38,7 @@ def float16_plugin() -> Any:
 
     ``Trainer(precision="16-mixed")`` says the same on GPUs. On a CPU Lightning turns that flag into bfloat16, with a
     warning, before a strategy gets to see it; a plugin that is given stays what it is. The strategy sets its device.
+    (Scripts that import ``pytorch_lightning`` give that package's ``MixedPrecision("16-mixed", device="cpu")``.)
     """
     from lightning.pytorch.plugins import MixedPrecision
 
@@ -76,8 +77,12 @@ class LossScaling:
             plugin: its ``GradScaler`` is dropped.
             ranks: this rank's parameters, the ranks, the device, and the whole model's parameter names in order.
             tell: logs a step's numbers.
+
+        Raises:
+            ConfigError: for a scaler that was given options of its own.
         """
         self._ranks, self._tell = ranks, tell
+        _refuse_options_of(plugin.scaler)
         plugin.scaler = None
 
         def optimizer_step(optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -141,6 +146,22 @@ class LossScaling:
             hysteresis_left=min(int(state.get("hysteresis_left", start.hysteresis_left)), self.options.hysteresis),
             skipped_steps=int(state.get("skipped_steps", 0)),
             stuck_steps=int(state.get("stuck_steps", 0)),
+        )
+
+
+def _refuse_options_of(scaler: Any) -> None:
+    """No silent setting: what a ``GradScaler`` was told is told to ``loss_scale``."""
+    usual = {
+        "initial": ("_init_scale", 65536.0),
+        "factor": ("_growth_factor", 2.0),
+        "window": ("_growth_interval", 2000),
+    }
+    told = {option: getattr(scaler, name, default) for option, (name, default) in usual.items()}
+    changed = {option: value for option, value in told.items() if value != usual[option][1]}
+    if changed:
+        raise ConfigError(
+            f"the plugin's GradScaler was given {changed}, and the loss scale is the strategy's, one for all ranks; "
+            f"valid: MegaParStrategy(loss_scale={changed}) with MixedPrecision('16-mixed', ...) without a scaler"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -42,8 +43,11 @@ class PrecisionStrategy(StateStrategy):
         self._trial_convert: Callable[[nn.Module], nn.Module] | None = None
         super().__init__(config, timeout_seconds, process_group_backend, seed)
 
-    def _clip_gradients(self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "") -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _clip_gradients(
+        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        """Stands in for ``Precision.clip_gradients``: by the norm over all ranks."""
 
     @property
     def precision_plugin(self) -> Precision:

@@ -340,8 +340,7 @@ def _blocks(module: nn.Module, plan: StagePlan | None) -> list[nn.Module]:
     """The units that FSDP2 shards one by one: the stack's blocks when there is a stack at all."""
     if plan is not None:
         return list(dict.fromkeys(module.get_submodule(name) for name in plan.blocks))
-    stacks = largest_stacks(module)
-    return list(module.get_submodule(stacks[0]).children()) if stacks else []
+    return stack_blocks(module, None)
 
 
 @torch.no_grad()

@@ -254,3 +254,29 @@ def test_a_loss_scale_without_16_mixed_is_refused() -> None:
         Trainer(
             strategy=MegaParStrategy(loss_scale=SCALE), accelerator="cpu", devices=1, precision="16-mixed", logger=False
         )
+
+
+def test_options_of_a_grad_scaler_are_refused() -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    def trainer(**options: Any) -> Trainer:
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **options))
+        return Trainer(strategy=MegaParStrategy(), accelerator="cpu", devices=1, plugins=[plugin], logger=False)
+
+    trainer()
+    with pytest.raises(ConfigError, match=r"GradScaler was given .'initial': 8.0, 'window': 10.*loss_scale="):
+        trainer(init_scale=8.0, growth_interval=10)
+
+
+def test_a_scale_of_plain_lightning_is_gone_on_with() -> None:
+    from lightning_megapar.precision.loss_scale import LossScaleOptions
+    from lightning_megapar.precision.plugin import LossScaling
+
+    theirs = torch.amp.GradScaler("cpu", init_scale=512.0)
+    theirs.scale(torch.ones(()))
+    ours = LossScaling(LossScaleOptions())
+    ours.load_state_dict(theirs.state_dict())
+    assert (ours.state.scale, ours.state.hysteresis_left, ours.state.skipped_steps) == (512.0, 2, 0)
+    again = torch.amp.GradScaler("cpu")
+    again.load_state_dict(ours.state_dict())
+    assert again.get_scale() == 512.0 and again.get_growth_interval() == 1000
