@@ -18,6 +18,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_zb_h1": (2, {"pipeline_parallel_size": 2, "pipeline_schedule": "zb_h1"}),
     "tp2_pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     "dp2_tp2_zero1": (4, {"data_parallel_size": 2, "tensor_parallel_size": 2, "zero_stage": 1}),
+    "dp2_pp2_zbv_zero1": (
+        4,
+        {"data_parallel_size": 2, "pipeline_parallel_size": 2, "pipeline_schedule": "zbv", "zero_stage": 1},
+    ),
     "dp2_pp2_zero1": (4, {"data_parallel_size": 2, "pipeline_parallel_size": 2, "zero_stage": 1}),
 }
 

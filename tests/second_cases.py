@@ -17,6 +17,7 @@ SECOND_CASES = {
         "test_bf16_mixed_with_a_fused_optimizer_and_clipping[tp2_pp2]",
         "test_checkpoints_hold_the_masters[tp2_pp2-dp2_zero1]",
         "test_every_layout_computes_what_one_rank_does[dp2]",
+        "test_every_layout_computes_what_one_rank_does[dp2_pp2_zbv_zero1]",
         "test_every_layout_computes_what_one_rank_does[dp2_tp2_zero1]",
         "test_every_layout_computes_what_one_rank_does[dp2_zero1]",
         "test_every_layout_computes_what_one_rank_does[pp2]",

@@ -18,7 +18,7 @@ from lightning_megapar.launch import returns_to_caller
 from lightning_megapar.pipeline.balance.options import given_rebalance, usable
 from lightning_megapar.pipeline.schedules import given_schedule
 from lightning_megapar.precision import masters
-from lightning_megapar.precision.fp8 import given_fp8
+from lightning_megapar.precision.fp8 import Fp8Layers, given_fp8
 from lightning_megapar.sharding.choice import check_written_plan, given_plan
 from lightning_megapar.sharding.chooser.alone import runs_of_step
 from lightning_megapar.sharding.chooser.choose import PATIENCE
@@ -39,7 +39,7 @@ from lightning_megapar.strategy.limits import (
     refuse_modules,
     refuse_optimizers,
 )
-from lightning_megapar.strategy.prepare import prepare_module
+from lightning_megapar.strategy.prepare import prepare_module, stack_blocks
 from lightning_megapar.strategy.schedule_choice import keep_schedule, take_schedule
 from lightning_megapar.strategy.step_strategy import StepStrategy
 from lightning_megapar.strategy.whole_module import WholeModule
@@ -196,6 +196,8 @@ class MegaParStrategy(StepStrategy):
         refuse_modules(module, self.layout)
         if type(module).configure_model.__module__.endswith(".core.hooks"):  # else it may be built later
             check_written_plan(module, self.config.sharding_plan, self.layout.tensor)
+            if self.fp8 is not None:
+                Fp8Layers.choose(module, self.fp8, stack_blocks(module, self.config.pipeline_blocks), self.root_device)
 
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.lightning_module is not None

@@ -102,6 +102,12 @@ class Foreign(LightningModule):
         )
         self.head = nn.Linear(32, 16)
 
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for block in self.blocks:
@@ -209,3 +215,24 @@ def test_refused_under_tensor_parallelism_too(pool: RankPool, tmp_path: Path) ->
 def odd(root: str) -> None:
     model = parity.Model(parity.style("gpt2", ffn_hidden_size=40), "sgd")
     train("tp2", "bf16-mixed", model=model, steps=1, strategy={"fp8": {"layers": "*.mlp.*"}}, root=root)
+
+
+def test_a_pattern_that_names_nothing_is_refused_before_ranks_exist(tmp_path: Path) -> None:
+    """A module that is built already is looked at before any process group."""
+    import torch.distributed as dist
+    from lightning.pytorch import Trainer
+
+    trainer = Trainer(
+        strategy=MegaParStrategy(fp8={"layers": "heda"}),
+        accelerator="cpu",
+        devices=1,
+        precision="bf16-mixed",
+        logger=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(
+        ConfigError, match=r"fp8.layers='heda' names no linear layer of the module; did you mean 'head'"
+    ):
+        trainer.fit(Foreign(), torch.utils.data.DataLoader(torch.randn(4, 16)))
+    assert not dist.is_initialized()
