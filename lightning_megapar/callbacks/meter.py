@@ -24,6 +24,10 @@ _FETCH = "train_dataloader_next"
 _SAVE = "save_checkpoint"
 
 
+SCALING = ("loss_scale", "skipped_steps")
+"""What the strategy logs in each optimizer step under ``precision="16-mixed"``."""
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """What is known of one optimizer step. ``None`` where there is nothing to know.
@@ -43,6 +47,8 @@ class StepRecord:
         seconds: the same for wall time, validation and checkpoints included.
         eta_seconds: until the Trainer's last step at the mean pace of this process.
         total_steps: the Trainer's last step.
+        loss_scale, skipped_steps: as logged under ``precision="16-mixed"``: the scale of the step, and the steps that
+            were skipped up to it.
     """
 
     step: int
@@ -58,6 +64,8 @@ class StepRecord:
     seconds: float
     eta_seconds: float | None
     total_steps: int | None
+    loss_scale: float | None = None
+    skipped_steps: float | None = None
 
 
 class _TimedProfiler(Profiler):
@@ -198,6 +206,7 @@ class Meter:
             "samples": self._samples * data_ranks(trainer),
             "lr": self._lr,
             "now": now,
+            "scaling": {name: trainer.callback_metrics.get(name) for name in SCALING},
         }
         self._losses, self._tokens, self._step_seconds, self._step_waited = [], 0, 0.0, 0.0
         return True
@@ -228,6 +237,7 @@ class Meter:
         samples: int,
         lr: float | None,
         now: float,
+        scaling: dict[str, Any],
     ) -> StepRecord:
         seconds = sum(entry[0] for entry in self._history)
         tokens = sum(entry[2] for entry in self._history)
@@ -248,6 +258,7 @@ class Meter:
             seconds=elapsed,
             eta_seconds=None if total is None or done < 1 else max(0, total - self._step) * elapsed / done,
             total_steps=total,
+            **{name: as_float(value) for name, value in scaling.items()},
         )
 
     def _loss(self, trainer: Trainer, outputs: Any) -> Tensor | float:

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_megapar.callbacks.meter import Meter, MeteredCallback, StepRecord, as_float
+from lightning_megapar.callbacks.meter import SCALING, Meter, MeteredCallback, StepRecord, as_float
 from lightning_megapar.config import ConfigError
 
 COLUMNS = (
@@ -28,7 +28,8 @@ COLUMNS = (
     "seconds",
 )
 """In the file's order; meaning and units stand at :class:`~lightning_megapar.callbacks.meter.StepRecord`. ``seconds``
-and ``consumed_samples`` (samples of all data ranks) count from the run's start and go on when it is resumed."""
+and ``consumed_samples`` (samples of all data ranks) count from the run's start and go on when it is resumed. Under
+``precision="16-mixed"`` ``loss_scale`` and ``skipped_steps`` stand behind them."""
 
 
 class MetricsCSV(MeteredCallback):
@@ -71,7 +72,8 @@ class MetricsCSV(MeteredCallback):
         self._close()
         path = self.path(trainer)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._columns, last = _prepare(path, trainer.global_step)
+        scaled = getattr(trainer.strategy, "loss_scale", None) is not None
+        self._columns, last = _prepare(path, trainer.global_step, COLUMNS + (SCALING if scaled else ()))
         # With rows at an interval, what happened since the last of them is not known.
         known = trainer.global_step == (0 if last is None else int(last["step"]))
         self._earlier = {
@@ -140,8 +142,11 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _prepare(path: Path, step: int) -> tuple[tuple[str, ...], dict[str, str] | None]:
-    """Make ``path`` hold a header and only rows up to ``step``; returns its columns and its last row."""
+def _prepare(path: Path, step: int, asked: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str] | None]:
+    """Make ``path`` hold a header and only rows up to ``step``; returns its columns and its last row.
+
+    Columns that are ``asked`` for stand behind those of an older file.
+    """
     old_columns, rows = _read(path)
     if rows and step == 0:
         number = 1
@@ -149,7 +154,7 @@ def _prepare(path: Path, step: int) -> tuple[tuple[str, ...], dict[str, str] | N
             number += 1
         path.rename(aside)
         old_columns, rows = (), []
-    columns = old_columns + tuple(name for name in COLUMNS if name not in old_columns)
+    columns = old_columns + tuple(name for name in asked if name not in old_columns)
     kept = [row for row in rows if int(row["step"]) <= step]
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")

@@ -26,7 +26,9 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, tor
 
 
 @torch.no_grad()
-def undeclared_addends(parameters: Sequence[LogicalParameter], mesh: ParallelMesh) -> list[str]:
+def undeclared_addends(
+    parameters: Sequence[LogicalParameter], mesh: ParallelMesh, working: torch.dtype | None = None
+) -> list[str]:
     """Names of whole parameters whose gradients differ between tensor ranks and that no layer names as addends.
 
     Collective over all ranks, which return the same names: those that any of them found.
@@ -34,6 +36,7 @@ def undeclared_addends(parameters: Sequence[LogicalParameter], mesh: ParallelMes
     Args:
         parameters: of this rank, with the gradients of a whole step, not yet summed over anything.
         mesh: the ranks.
+        working: what the step computes in, where gradients are wider.
     """
     group = mesh.group("tensor")
     if group is None:
@@ -49,7 +52,7 @@ def undeclared_addends(parameters: Sequence[LogicalParameter], mesh: ParallelMes
         mean = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous().clone()
         dist.all_reduce(mean, group=group)
         mean /= mesh.size("tensor")
-        ratios[position] = _ratio(gradient, mean) / TOLERANCE.get(gradient.dtype, 1e-4)
+        ratios[position] = _ratio(gradient, mean) / TOLERANCE.get(working or gradient.dtype, 1e-4)
     worst = ratios.to(mean.device) if asked else ratios
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     mine = [record.name for record, ratio in zip(asked, worst.tolist()) if ratio > 1.0]

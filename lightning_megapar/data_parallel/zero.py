@@ -24,6 +24,7 @@ gathered to the end of the step at every stage. The gradient's divide factor is 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,6 +103,8 @@ class ZeroUnits:
             unit.set_modules_to_backward_prefetch([unit])
             if not on_gpu and hasattr(unit, "_set_unshard_async_op"):
                 unit._set_unshard_async_op(True)  # without streams only then a gather runs behind a computation
+            if mixed_precision is not None:
+                unit.register_forward_pre_hook(partial(_accumulate_in, mixed_precision.reduce_dtype))
             self._shards[unit] = next(unit.parameters())
             self.units.append(unit)
             if again:
@@ -227,6 +230,17 @@ def _share_communication(units: Sequence[FSDPModule]) -> None:
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 knows one group alone
         for group in groups if groups is not None else [state._fsdp_param_group]:
             group.comm_ctx = context
+
+
+def _accumulate_in(dtype: torch.dtype | None, unit: Any, _: Any) -> None:
+    """Sum the gathered parameters' gradients in the reduction's dtype from the first microbatch on.
+
+    FSDP2 would leave those that waited (see :mod:`lightning_megapar.layers.deferral`) in the parameters' own, and
+    refuses to reduce gradients of two dtypes.
+    """
+    for parameter in unit.parameters():
+        if parameter.requires_grad and parameter.grad_dtype != dtype:
+            parameter.grad_dtype = dtype
 
 
 def _refuse_unknown(unit: FSDPModule, stage: int) -> None:

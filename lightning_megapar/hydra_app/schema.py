@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_megapar.config import ParallelConfig
 from lightning_megapar.hydra_app.signatures import CsvFile, Target
@@ -34,9 +34,18 @@ class ScheduleSettings:
 
 @dataclass(frozen=True)
 class PrecisionSettings:
-    """The group ``precision``: Lightning's flag."""
+    """The group ``precision``.
 
-    mode: str
+    Args:
+        mode: Lightning's flag, ``None`` where a plugin says it.
+        plugins: Lightning's.
+        loss_scale, fp8: the strategy's arguments of these names.
+    """
+
+    mode: str | None
+    plugins: list[Target] | None = None
+    loss_scale: Any = None
+    fp8: Any = None
 
 
 @dataclass(frozen=True)

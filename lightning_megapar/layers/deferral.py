@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_megapar.layers.foreign import is_conv1d, is_plain_linear
+from lightning_megapar.layers.products import PLAIN, Products
 
 Key = tuple[int, int]
 """(chunk, microbatch)."""
@@ -63,7 +64,7 @@ class Deferral:
     def compute(self, key: Key) -> None:
         """Compute what waits under ``key`` and add it to each parameter's ``.grad``."""
         for parameter, gradient in self._waiting.pop(key, ()):
-            value = gradient()
+            value = gradient().to(parameter.grad_dtype or parameter.dtype)  # wider than the parameter's, it may be
             parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
 
     def connect(self, module: nn.Module) -> None:
@@ -74,10 +75,18 @@ class Deferral:
         for child in module.modules():
             if not can_defer(child):
                 continue
-            kind: Any = type(child)
-            if not hasattr(kind, "deferral"):
-                child.__class__ = _deferring(kind, transposed=kind.forward is not nn.Linear.forward)
+            make_own(child)
             vars(child)["deferral"] = self
+
+
+def make_own(layer: nn.Module) -> None:
+    """Give a linear layer of torch's or transformers' the forward of this module.
+
+    Its weight gradients may wait afterwards, and its ``products`` may be other ones. Only where :func:`can_defer`.
+    """
+    kind: Any = type(layer)
+    if not hasattr(kind, "deferral"):
+        layer.__class__ = _deferring(kind, transposed=kind.forward is not nn.Linear.forward)
 
 
 def can_defer(layer: nn.Module) -> bool:
@@ -102,42 +111,60 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral, transposed: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        deferral: Deferral | None,
+        transposed: bool,
+        products: Products,
     ) -> Tensor:
         kind = x.device.type
-        ctx.input_dtype, ctx.deferral, ctx.transposed = x.dtype, deferral, transposed
+        ctx.input_dtype, ctx.deferral, ctx.transposed, ctx.products = x.dtype, deferral, transposed, products
         ctx.own = weight, bias  # what recomputation saves in their place has no .grad that anybody reads
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
         ctx.save_for_backward(x, weight)
         rows = weight.to(x.dtype).t() if transposed else weight.to(x.dtype)
-        return F.linear(x, rows, None if bias is None else bias.to(x.dtype))
+        return products.output(x, rows, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         x = x.detach()  # what waits must not keep the graph behind its input, and with it the stage's own input
-        (own, bias), transposed = ctx.own, ctx.transposed
+        (own, bias), transposed, products = ctx.own, ctx.transposed, ctx.products
         flat = gradient.reshape(-1, gradient.shape[-1])
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             rows = weight.to(gradient.dtype)
-            grad_x = (flat @ (rows.t() if transposed else rows)).view(x.shape).to(ctx.input_dtype)
+            grad_x = products.input_gradient(flat, rows.t() if transposed else rows)
+            grad_x = grad_x.view(x.shape).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
             inputs = x.reshape(-1, x.shape[-1])
             grad_weight = put_off(
                 ctx.deferral,
                 own,
-                lambda: (inputs.t() @ flat if transposed else flat.t() @ inputs).to(weight.dtype),
+                lambda: _weight_gradient(products, flat, inputs, transposed).to(weight.dtype),
             )
         if bias is not None and ctx.needs_input_grad[2]:
             grad_bias = put_off(ctx.deferral, bias, lambda: flat.sum(0).to(bias.dtype))
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _weight_gradient(products: Products, gradient: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    if not transposed:
+        return products.weight_gradient(gradient, x)
+    return x.t() @ gradient if products is PLAIN else products.weight_gradient(gradient, x).t().contiguous()
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral | None, transposed: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    deferral: Deferral | None,
+    transposed: bool = False,
+    products: Products = PLAIN,
 ) -> Tensor:
     """``F.linear`` whose weight gradients may wait.
 
@@ -147,10 +174,12 @@ def linear(
         bias: (out), or ``None``.
         deferral: where they wait; without one this is ``F.linear``.
         transposed: see ``weight``.
+        products: what multiplies.
     """
-    if deferral is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    waits = deferral is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if products is PLAIN and not waits:
         return F.linear(x, weight.t() if transposed else weight, bias)
-    return _Product.apply(x, weight, bias, deferral, transposed)
+    return _Product.apply(x, weight, bias, deferral if waits else None, transposed, products)
 
 
 @cache
@@ -163,7 +192,13 @@ def _deferring(base: type[nn.Module], transposed: bool) -> type[nn.Module]:
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.deferral, transposed)
+        return linear(x, self.weight, self.bias, self.deferral, transposed, self.products)
 
-    own = {"forward": forward, "deferral": None, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    own = {
+        "forward": forward,
+        "deferral": None,
+        "products": PLAIN,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+    }
     return type(base.__name__, (base,), own)

@@ -25,6 +25,7 @@ from lightning_megapar.layers.cross_entropy import check_ids, vocab_parallel_cro
 from lightning_megapar.layers.deferral import Deferral, linear
 from lightning_megapar.layers.linear import _ColumnLinear, autocast_dtype
 from lightning_megapar.layers.local import like_parameter, local, local_value
+from lightning_megapar.layers.products import PLAIN, Products
 
 
 def padded_vocabulary(vocab_size: int, multiple: int) -> int:
@@ -171,6 +172,7 @@ class VocabParallelHead(_VocabTable):
     """
 
     deferral: Deferral | None = None
+    products: Products = PLAIN
     """Where weight gradients wait under a schedule that splits the backward."""
 
     def __init__(
@@ -191,9 +193,10 @@ class VocabParallelHead(_VocabTable):
     def local_logits(self, hidden: Tensor) -> Tensor:
         """(..., s, padded vocabulary / ranks): this rank's columns, padding included."""
         if self.ranks is None:
-            return linear(hidden, self.weight, None, self.deferral)
+            return linear(hidden, self.weight, None, self.deferral, products=self.products)
         ranks, dtype = self.ranks, autocast_dtype(hidden)
-        return _ColumnLinear.apply(hidden, ranks, (None,), dtype, self.deferral, self.weight, None)[0]
+        products = (self.products,)
+        return _ColumnLinear.apply(hidden, ranks, (None,), dtype, self.deferral, products, self.weight, None)[0]
 
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, reduction: Literal["mean", "sum", "none"] = "mean"

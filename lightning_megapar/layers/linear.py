@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +30,7 @@ from lightning_megapar.layers.collectives import (
 )
 from lightning_megapar.layers.deferral import Deferral, linear, put_off
 from lightning_megapar.layers.local import like_parameter, local_value
+from lightning_megapar.layers.products import PLAIN, Products
 
 Window = tuple[int, int] | None
 """First row and number of rows of a replicated weight that a rank uses; ``None`` for all that it holds."""
@@ -59,8 +59,8 @@ def _gradient(parameter: Tensor, window: Window, value: Tensor) -> Tensor:
     return like_parameter(parameter, result)
 
 
-def _weight_gradient(weight: Tensor, window: Window, gradient: Tensor, x: Tensor) -> Tensor:
-    return _gradient(weight, window, gradient.t() @ x)
+def _weight_gradient(weight: Tensor, window: Window, products: Products, gradient: Tensor, x: Tensor) -> Tensor:
+    return _gradient(weight, window, products.weight_gradient(gradient, x))
 
 
 def _bias_gradient(bias: Tensor, window: Window, gradient: Tensor) -> Tensor:
@@ -83,21 +83,22 @@ class _ColumnLinear(torch.autograd.Function):
         windows: tuple[Window, ...],
         dtype: torch.dtype | None,
         deferral: Deferral | None,
+        products: tuple[Products, ...],
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(windows)], parameters[len(windows) :]
         ctx.ranks, ctx.windows, ctx.input_dtype = ranks, windows, x.dtype
-        ctx.biases, ctx.deferral, ctx.owns = biases, deferral, weights
+        ctx.biases, ctx.deferral, ctx.owns, ctx.products = biases, deferral, weights, products
         if dtype is not None:
             x = x.to(dtype)
         ctx.save_for_backward(x, *weights)
         if ranks.sequence_parallel:
             x = start_sequence_gather(x, ranks)()
         outputs = []
-        for weight, bias, window in zip(weights, biases, windows):
+        for weight, bias, window, product in zip(weights, biases, windows, products):
             assert weight is not None
             row_bias = None if bias is None else _rows(bias, window, x.dtype)
-            outputs.append(F.linear(x, _rows(weight, window, x.dtype), row_bias))
+            outputs.append(product.output(x, _rows(weight, window, x.dtype), row_bias))
         return tuple(outputs)
 
     @staticmethod
@@ -107,17 +108,21 @@ class _ColumnLinear(torch.autograd.Function):
         x = x.detach()  # gradients that wait must not keep the graph behind their input
         ranks, windows, biases = ctx.ranks, ctx.windows, ctx.biases
         count = len(windows)
-        needs_weight = ctx.needs_input_grad[5 : 5 + count]
-        needs_bias = ctx.needs_input_grad[5 + count :]
+        needs_weight = ctx.needs_input_grad[6 : 6 + count]
+        needs_bias = ctx.needs_input_grad[6 + count :]
         gathering = start_sequence_gather(x, ranks) if ranks.sequence_parallel and any(needs_weight) else None
         flat = [g.reshape(-1, g.shape[-1]) for g in gradients]
         shape = (*gradients[0].shape[:-1], x.shape[-1])
 
         summing = None
         if ctx.needs_input_grad[0]:
-            total = flat[0] @ _rows(weights[0], windows[0], x.dtype)
-            for g, weight, window in zip(flat[1:], weights[1:], windows[1:]):
-                total.addmm_(g, _rows(weight, window, x.dtype))
+            total = ctx.products[0].input_gradient(flat[0], _rows(weights[0], windows[0], x.dtype))
+            for g, weight, window, product in zip(flat[1:], weights[1:], windows[1:], ctx.products[1:]):
+                rows = _rows(weight, window, x.dtype)
+                if product is PLAIN:
+                    total.addmm_(g, rows)
+                else:
+                    total.add_(product.input_gradient(g, rows))
             start = start_sequence_scatter if ranks.sequence_parallel else start_all_reduce
             summing = start(total.view(shape), ranks)
 
@@ -125,15 +130,15 @@ class _ColumnLinear(torch.autograd.Function):
             x = gathering()
         x = x.reshape(-1, x.shape[-1])
         grad_weights = [
-            put_off(ctx.deferral, own, partial(_weight_gradient, own, window, g, x)) if needed else None
-            for own, window, g, needed in zip(ctx.owns, windows, flat, needs_weight)
+            put_off(ctx.deferral, own, partial(_weight_gradient, own, window, product, g, x)) if needed else None
+            for own, window, product, g, needed in zip(ctx.owns, windows, ctx.products, flat, needs_weight)
         ]
         grad_biases = [
             put_off(ctx.deferral, bias, partial(_bias_gradient, bias, window, g)) if needed else None
             for bias, window, g, needed in zip(biases, windows, flat, needs_bias)
         ]
         grad_x = None if summing is None else summing().to(ctx.input_dtype)
-        return grad_x, None, None, None, None, *grad_weights, *grad_biases
+        return grad_x, None, None, None, None, None, *grad_weights, *grad_biases
 
 
 class _RowLinear(torch.autograd.Function):
@@ -146,16 +151,17 @@ class _RowLinear(torch.autograd.Function):
         ranks: TensorRanks,
         dtype: torch.dtype | None,
         deferral: Deferral | None,
+        products: Products,
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        ctx.ranks, ctx.bias, ctx.input_dtype, ctx.deferral = ranks, bias, x.dtype, deferral
+        ctx.ranks, ctx.bias, ctx.input_dtype, ctx.deferral, ctx.products = ranks, bias, x.dtype, deferral, products
         ctx.own = weight  # what recomputation saves in its place has no .grad that anybody reads
         if dtype is not None:
             x = x.to(dtype)
         ctx.save_for_backward(x, weight)
         start = start_sequence_scatter if ranks.sequence_parallel else start_all_reduce
-        result = start(F.linear(x, local_value(weight).to(x.dtype)), ranks)()
+        result = start(products.output(x, local_value(weight).to(x.dtype)), ranks)()
         # After the sum: before it, every rank would add the bias once.
         return result if bias is None else result.add_(local_value(bias))
 
@@ -164,7 +170,7 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         x = x.detach()  # gradients that wait must not keep the graph behind their input
-        needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
+        needs_x, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 5, 6))
         gathering = None
         if ctx.ranks.sequence_parallel and (needs_x or needs_weight):
             gathering = start_sequence_gather(gradient, ctx.ranks)
@@ -177,11 +183,13 @@ class _RowLinear(torch.autograd.Function):
         flat = gradient.reshape(-1, gradient.shape[-1])
         grad_x = grad_weight = None
         if needs_x:
-            grad_x = (flat @ local_value(weight).to(x.dtype)).view(x.shape).to(ctx.input_dtype)
+            rows = local_value(weight).to(x.dtype)
+            grad_x = ctx.products.input_gradient(flat, rows).view(x.shape).to(ctx.input_dtype)
         if needs_weight:
             inputs = x.reshape(-1, x.shape[-1])
-            grad_weight = put_off(ctx.deferral, ctx.own, partial(_weight_gradient, ctx.own, None, flat, inputs))
-        return grad_x, None, None, None, grad_weight, grad_bias
+            later = partial(_weight_gradient, ctx.own, None, ctx.products, flat, inputs)
+            grad_weight = put_off(ctx.deferral, ctx.own, later)
+        return grad_x, None, None, None, None, grad_weight, grad_bias
 
 
 class _Linear(ParallelLayer):
@@ -189,6 +197,8 @@ class _Linear(ParallelLayer):
 
     deferral: Deferral | None = None
     """Where weight gradients wait under a schedule that splits the backward."""
+    products: Products = PLAIN
+    """What multiplies."""
 
     def __init__(
         self,
@@ -305,13 +315,14 @@ def column_linears(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ..
     """
     ranks = layers[0].ranks
     if ranks is None:
-        return tuple(linear(x, layer.weight, layer.bias, layer.deferral) for layer in layers)
+        return tuple(linear(x, layer.weight, layer.bias, layer.deferral, products=layer.products) for layer in layers)
     outputs = _ColumnLinear.apply(
         x,
         ranks,
         tuple(layer.window for layer in layers),
         autocast_dtype(x),
         layers[0].deferral,
+        tuple(layer.products for layer in layers),
         *(layer.weight for layer in layers),
         *(layer.bias for layer in layers),
     )
@@ -369,7 +380,7 @@ class RowParallelLinear(_Linear):
     def forward(self, x: Tensor) -> Tensor:
         ranks = self.ranks
         if ranks is None:
-            return linear(x, self.weight, self.bias, self.deferral)
+            return linear(x, self.weight, self.bias, self.deferral, products=self.products)
         if self.split_input:
             x = split_last(x, ranks)
-        return _RowLinear.apply(x, ranks, autocast_dtype(x), self.deferral, self.weight, self.bias)
+        return _RowLinear.apply(x, ranks, autocast_dtype(x), self.deferral, self.products, self.weight, self.bias)

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.layers.collectives import TensorRanks
+from lightning_megapar.layers.deferral import linear
 from lightning_megapar.layers.foreign import is_conv1d, output_dim
 from lightning_megapar.layers.local import replace_parameter
+from lightning_megapar.layers.products import PLAIN
 from lightning_megapar.sharding.primitives import enter, gather, reduce_out, split
 from lightning_megapar.shards import ADDENDS, SHARDS, IndexRuns, ParameterShard, Runs, own_addends
 
@@ -131,7 +132,7 @@ class RowsStyle(StyledModule):
         assert whole is not None
         weight = torch.cat([whole.narrow(dim, *run) for run in style.rows], dim)
         own_bias = None if bias is None else torch.cat([bias.narrow(0, *run) for run in style.rows])
-        return F.linear(x, weight.t() if dim else weight, own_bias)
+        return linear(x, weight, own_bias, None, bool(dim), getattr(self, "products", PLAIN))
 
 
 class RowStyle(StyledModule):
@@ -152,7 +153,8 @@ class RowStyle(StyledModule):
             finally:
                 self._parameters["bias"] = bias
         else:
-            y = reduce_out(F.linear(x, weight.t() if is_conv1d(self) else weight), style.ranks)
+            products = getattr(self, "products", PLAIN)
+            y = reduce_out(linear(x, weight, None, None, is_conv1d(self), products), style.ranks)
             if bias is not None:  # once, after the sum
                 y = y + bias.to(y.dtype)
         if style.options.get("scatter"):

@@ -101,6 +101,7 @@ class StepperBase:
         parts: what the step does with pieces of sharded layers, ``None`` where nothing is sharded.
         is_cut: whether tensor ranks hold pieces of anything.
         state_kept: leaves the module's buffers and attributes as they were, around a run that does not count.
+        working_dtype: what steps compute in, where parameters are wider.
     """
 
     def __init__(
@@ -121,7 +122,9 @@ class StepperBase:
         parts: Watch | None = None,
         is_cut: bool = False,
         state_kept: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        working_dtype: torch.dtype | None = None,
     ) -> None:
+        self.working_dtype = working_dtype
         self.mesh = mesh
         self.device = device
         self.owner = owner

@@ -86,7 +86,8 @@ class Stepper(StepperBase):
             results: Lightning's result collection, on which ``self.log`` is recorded.
             accumulate: ``accumulate_grad_batches`` in force.
             is_last_of_window: whether the optimizer steps after this batch.
-            loss_scale: a GradScaler's current scale.
+            loss_scale: of the losses of all stages. Gradients are divided by it when they reach ``.grad``, unless the
+                backward of the loss that is returned is scaled as well.
             flag: shown to every rank in the report.
             share: give the user's output to every stage, not only to the last one.
             collect: give each replica the outputs of its own samples, where others work on some of them.
@@ -155,6 +156,7 @@ class Stepper(StepperBase):
             loss, weight = result
             # A microbatch without a valid token has a mean over nothing: it must count as zero, not as NaN.
             loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
+            loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a loss scale may exceed float16's range
             (loss * (weight / unit * scale).to(loss.dtype)).backward()
 
         self._rehearse("train", step, pieces, results)
@@ -291,7 +293,7 @@ class Stepper(StepperBase):
                 "output, or keep the layers that they look at whole (sharding_plan={'their.name': 'replicate', ...}, "
                 "or 'off'). Or they hold a figure of each rank, such as a time: keep that in a plain attribute"
             )
-        found = undeclared_addends(self._parameters, self.mesh)
+        found = undeclared_addends(self._parameters, self.mesh, self.working_dtype)
         if not found:
             return
         self._parameters = declared(self._parameters, found)
@@ -307,14 +309,15 @@ class Stepper(StepperBase):
 
     # -- manual optimization -----------------------------------------------------------------------------------------
 
-    def backward_alone(self, backward: Callable[[], None], loss: Tensor) -> None:
+    def backward_alone(self, backward: Callable[[], None], loss: Tensor, loss_scale: float = 1.0) -> None:
         """Run one backward of a step that optimizes by itself, and average its gradients over the data ranks.
 
         As under DDP, ``.grad`` is complete when it returns; what it held before is added, not reduced again.
 
         Args:
             backward: of the loss.
-            loss: detached, of any shape.
+            loss: detached, of any shape, not scaled.
+            loss_scale: by which ``backward`` scales the loss.
 
         Raises:
             StepContractError: when tensor ranks, which share their samples, have computed different losses.
@@ -331,7 +334,7 @@ class Stepper(StepperBase):
         if self.check_is_due:
             self._check_agreement()
         self._windows += 1
-        self.reducer.reduce(1.0 / self.mesh.size("data"))
+        self.reducer.reduce(1.0 / self.mesh.size("data") / loss_scale)
         for record, old in zip(parameters, kept):
             fresh = record.parameter.grad
             if old is not None:

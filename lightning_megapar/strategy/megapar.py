@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megapar.checkpoint.hugging_face.reading import LoadFrom, check_load_from
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
@@ -18,6 +18,8 @@ from lightning_megapar.launch import returns_to_caller
 from lightning_megapar.pipeline.balance.options import given_rebalance, usable
 from lightning_megapar.pipeline.cutting.state import state_kept
 from lightning_megapar.pipeline.schedules import given_schedule
+from lightning_megapar.precision import masters
+from lightning_megapar.precision.fp8 import Fp8Layers, given_fp8
 from lightning_megapar.sharding.choice import check_written_plan, given_plan
 from lightning_megapar.sharding.chooser.alone import runs_of_step
 from lightning_megapar.sharding.chooser.choose import PATIENCE
@@ -38,7 +40,7 @@ from lightning_megapar.strategy.limits import (
     refuse_modules,
     refuse_optimizers,
 )
-from lightning_megapar.strategy.prepare import prepare_module
+from lightning_megapar.strategy.prepare import prepare_module, stack_blocks
 from lightning_megapar.strategy.schedule_choice import keep_schedule, take_schedule
 from lightning_megapar.strategy.step_strategy import StepStrategy
 from lightning_megapar.strategy.whole_module import WholeModule
@@ -74,6 +76,10 @@ class MegaParStrategy(StepStrategy):
         rebalance: what to do when a rank is slow: ``True``, ``"layers"``, ``"replicas"``, ``"microbatches"``, or a
             mapping of the arguments of :class:`~lightning_megapar.pipeline.balance.options.Rebalance`; ``None``
             measures nothing. What was found and done is in :attr:`balance_events`.
+        loss_scale: of ``precision="16-mixed"``: a mapping of the arguments of
+            :class:`~lightning_megapar.precision.loss_scale.LossScaleOptions`, or a number for a fixed one.
+        fp8: 8-bit products of the linear layers inside the stack: ``"rowwise"``, ``"tensorwise"``, or a mapping of the
+            arguments of :class:`~lightning_megapar.precision.fp8.Fp8Options`; needs torchao.
 
     Raises:
         ConfigError: on any unknown or impossible setting, before a process group exists.
@@ -108,6 +114,8 @@ class MegaParStrategy(StepStrategy):
         timeout_seconds: float = 600.0,
         process_group_backend: str | None = None,
         rebalance: Any = None,
+        loss_scale: Any = None,
+        fp8: Any = None,
         **unknown: Any,
     ) -> None:
         refuse_unknown("MegaParStrategy", unknown, argument_names())
@@ -134,7 +142,8 @@ class MegaParStrategy(StepStrategy):
             rebalance=given_rebalance(rebalance),
         )
         given_plan(sharding_plan)  # refuse what cannot be read now, before any process exists
-        super().__init__(config, timeout_seconds, process_group_backend, seed)
+        self.fp8 = given_fp8(fp8)
+        super().__init__(config, timeout_seconds, process_group_backend, seed, loss_scale)
         self.pipeline_keep = dict(pipeline_keep or {})
         self.empty_init = empty_init
         self.load_from = check_load_from(load_from)
@@ -158,21 +167,6 @@ class MegaParStrategy(StepStrategy):
     @property
     def lightning_restore_optimizer(self) -> bool:
         return False
-
-    @property
-    def precision_plugin(self) -> Precision:
-        return self._precision_plugin if self._precision_plugin is not None else Precision()
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        if getattr(plugin, "scaler", None) is not None:
-            raise ConfigError(
-                "precision='16-mixed' is not available yet; valid values: 32-true, bf16-mixed, bf16-true, 64-true"
-            )
-        if plugin is not None:
-            # Lightning's clipping sees one rank's tensors only (and refuses fused optimizers): ours is global.
-            plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
-        self._precision_plugin = plugin
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -208,10 +202,13 @@ class MegaParStrategy(StepStrategy):
         refuse_modules(module, self.layout)
         if type(module).configure_model.__module__.endswith(".core.hooks"):  # else it may be built later
             check_written_plan(module, self.config.sharding_plan, self.layout.tensor)
+            if self.fp8 is not None:
+                Fp8Layers.choose(module, self.fp8, stack_blocks(module, self.config.pipeline_blocks), self.root_device)
 
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
+        self._place_precision()
         module = self.lightning_module
         balance = usable(self.config, self.layout)
         earlier = vars(module).get("_megapar_prepared")
@@ -222,6 +219,7 @@ class MegaParStrategy(StepStrategy):
             first = FirstBatch(trainer)
             trial = trial_of(trainer, first, self.num_microbatches) if self.layout.pipeline > 1 else None
             dtype = _product_dtype(str(getattr(self.precision_plugin, "precision", "32-true")))
+            convert = self._trial_convert or self.precision_plugin.convert_module
             self._settle(
                 take_schedule(
                     module,
@@ -229,7 +227,7 @@ class MegaParStrategy(StepStrategy):
                     self.config,
                     keep=self.pipeline_keep,
                     trial=trial,
-                    convert=self.precision_plugin.convert_module,
+                    convert=convert,
                     dtype=dtype,
                 )
             )
@@ -240,7 +238,11 @@ class MegaParStrategy(StepStrategy):
                 device=self.root_device,
                 seed=self.seed,
                 keep=self.pipeline_keep,
-                convert=self.precision_plugin.convert_module,
+                convert=convert,
+                hold=self.precision_plugin.convert_module,
+                working_dtype=None if self._working is None else masters.WORKING,
+                gathered=None if self._working is None else masters.gathered_in(),
+                fp8=self.fp8,
                 runs=lambda whole: self._trial_runs(trainer, first),
                 load_from=self.load_from,
                 load_except=self.load_except,
@@ -253,6 +255,8 @@ class MegaParStrategy(StepStrategy):
             object.__setattr__(module, "_megapar_prepared", self._prepared)
             self._print_stages()
             self._print_plan(module)
+            if self._prepared.float8 is not None:
+                rank_zero_info(self._prepared.float8.describe())
         elif earlier.layout != self.layout:
             raise ConfigError(
                 f"the module was already cut for {earlier.layout.describe()}; this trainer asks for "
@@ -291,6 +295,7 @@ class MegaParStrategy(StepStrategy):
             carry_over(self.optimizers, self._originals, self.prepared.parameters)
             refuse_empty_optimizers(self.optimizers, self.prepared)
             refuse_optimizers(self.optimizers, self.prepared)
+            self._refuse_for_precision()
         self._balance(balance if trainer.state.fn == TrainerFn.FITTING else None, trainer.callbacks)
         self.setup_precision_plugin()
 
@@ -324,6 +329,7 @@ class MegaParStrategy(StepStrategy):
             parts=PartsWatch(module) if self.prepared.is_cut else None,
             is_cut=self.prepared.is_cut,
             state_kept=lambda: state_kept(module),
+            working_dtype=_torch_dtype(self.precision_plugin),
         )
 
     def _print_plan(self, module: Any) -> None:
@@ -352,6 +358,11 @@ class MegaParStrategy(StepStrategy):
         else:
             with super().tensor_init_context(empty_init):
                 yield
+
+
+def _torch_dtype(plugin: Any) -> torch.dtype | None:
+    name = _product_dtype(str(getattr(plugin, "precision", "32-true")))
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
 
 
 def _product_dtype(precision: str) -> str:

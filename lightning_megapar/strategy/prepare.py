@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_megapar.checkpoint.hugging_face.reading import fill_module, plan_reading
 from lightning_megapar.config import ConfigError, Layout, ParallelConfig
@@ -35,6 +36,7 @@ from lightning_megapar.pipeline.cutting.cut import StagePlan, plan_stages
 from lightning_megapar.pipeline.cutting.stages import blocks_of, largest_stacks, outside_of
 from lightning_megapar.pipeline.cutting.survey import Survey, survey_module
 from lightning_megapar.pipeline.schedules import Schedule, placement_of
+from lightning_megapar.precision.fp8 import Fp8Layers, Fp8Options
 from lightning_megapar.schedule_names import AUTO, splits_backward
 from lightning_megapar.sharding.apply import shard_module
 from lightning_megapar.sharding.blueprint import Blueprint, record_blueprints
@@ -66,6 +68,7 @@ class PreparedModule:
         blueprints: the module's transformers models, whole and without memory.
         config: the options that it was prepared with, a schedule in place of ``"auto"``.
         is_cut: whether tensor ranks hold pieces of any parameter, on whatever stage.
+        float8: layers that multiply in 8 bits.
         spares: from which stages are rebuilt when blocks are moved, ``None`` where they are not.
     """
 
@@ -83,6 +86,7 @@ class PreparedModule:
     config: ParallelConfig = field(default_factory=ParallelConfig)
     is_cut: bool = False
     spares: Spares | None = None
+    float8: Fp8Layers | None = None
 
     def serves(self, schedule: str | Schedule, mesh: ParallelMesh) -> bool:
         """Whether a pipeline schedule can be run on it: the same chunks, and weight gradients that wait if need be."""
@@ -100,6 +104,10 @@ def prepare_module(
     seed: int,
     keep: Mapping[str, str] | None = None,
     convert: Callable[[nn.Module], nn.Module] = lambda m: m,
+    hold: Callable[[nn.Module], nn.Module] | None = None,
+    working_dtype: torch.dtype | None = None,
+    gathered: MixedPrecisionPolicy | None = None,
+    fp8: Fp8Options | None = None,
     runs: Callable[[nn.Module], Sequence[Run] | str] = lambda m: "there are no samples",
     load_from: Mapping[str | None, Path] | None = None,
     load_except: Sequence[str] = (),
@@ -117,6 +125,10 @@ def prepare_module(
         seed: of the initialisation of meta parameters that have no seed of their own.
         keep: the pipeline cut's placements where registration order guesses wrong.
         convert: the precision plugin's ``convert_module``.
+        hold: the same where a module is not held between steps as it is in them.
+        working_dtype: of floating parameters in a step, then.
+        gathered: the same for FSDP2.
+        fp8: which linear layers multiply in 8 bits.
         runs: of the module's own step on a few samples, for the chooser of a sharding plan, or why there are none.
         load_from, load_except: files that values come from; see
             :func:`~lightning_megapar.checkpoint.hugging_face.reading.plan_reading`.
@@ -151,6 +163,9 @@ def prepare_module(
             "sequence_parallel=True needs a model built from lightning_megapar.layers; "
             f"{assignments[0].path} is sharded by a plan ({assignments[0].why}). Valid value: false"
         )
+    float8 = (
+        None if fp8 is None else Fp8Layers.choose(module, fp8, stack_blocks(module, config.pipeline_blocks), device)
+    )
     blueprints = record_blueprints(module)
     readings = plan_reading(module, names, blueprints, load_from or {}, load_except)
     loaded = frozenset().union(*(reading.names for reading in readings))
@@ -175,14 +190,18 @@ def prepare_module(
     if cut is not None and config.splits_backward:
         deferral = Deferral()
         deferral.connect(module)
+    if float8 is not None:
+        float8.connect(module)
     tensor = mesh.submesh("tensor")
     shard_module(module, tensor, config.sequence_parallel and mesh.size("tensor") > 1)
     if assignments and tensor is not None:
         apply_assignments(module, assignments, TensorRanks(tensor))
+    if float8 is not None:
+        float8.settle(module)
     initialise_by_name(module, seed, device=device, aliases=names.tied, blueprints=blueprints, loaded=loaded)
     fill_module(readings, local_state(module, names))
     module.to(device)
-    convert(module)
+    (hold or convert)(module)
     _refuse_meta(module)
     streams = None
     if mesh.layout.world_size > 1:
@@ -199,6 +218,7 @@ def prepare_module(
             chunks,
             stage=config.zero_stage,
             offload=config.offload_optimizer,
+            mixed_precision=gathered,
         )
         managed = zero.parameter_ids()
         sharded = {
@@ -207,6 +227,7 @@ def prepare_module(
             if id(parameter) in managed
         }
     if cut is not None:
+        cut.working_dtype = working_dtype
         cut.install_hooks()
     parameters, stages = recorded_parameters(module, names, mesh, sharded)
     return PreparedModule(
@@ -224,6 +245,7 @@ def prepare_module(
         config,
         is_cut,
         spares,
+        float8,
     )
 
 
@@ -316,12 +338,17 @@ def _survey(
     return box[0]
 
 
+def stack_blocks(module: nn.Module, path: str | None) -> list[nn.Module]:
+    """The blocks of a whole module's stack: of the one that is named, else of the largest; none without one."""
+    stacks = [path] if path else largest_stacks(module)
+    return list(module.get_submodule(stacks[0]).children()) if stacks else []
+
+
 def _blocks(module: nn.Module, plan: StagePlan | None) -> list[nn.Module]:
     """The units that FSDP2 shards one by one: the stack's blocks when there is a stack at all."""
     if plan is not None:
         return list(dict.fromkeys(module.get_submodule(name) for name in plan.blocks))
-    stacks = largest_stacks(module)
-    return list(module.get_submodule(stacks[0]).children()) if stacks else []
+    return stack_blocks(module, None)
 
 
 @torch.no_grad()

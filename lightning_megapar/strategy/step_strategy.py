@@ -25,21 +25,27 @@ from lightning_megapar.step.log import replay
 from lightning_megapar.step.stepper import StepContractError, StepResult
 from lightning_megapar.strategy.balance.rebalancer import BalanceEvent, Rebalancer, refuse_rebalance
 from lightning_megapar.strategy.loaders import prepare_loader, same_on_all_ranks
+from lightning_megapar.strategy.precision_strategy import PrecisionStrategy
 from lightning_megapar.strategy.prepare import PreparedModule
-from lightning_megapar.strategy.state_strategy import StateStrategy, unwrapped
+from lightning_megapar.strategy.state_strategy import unwrapped
 from lightning_megapar.trees import PREFIXES, of_tree, tree_of
 
 
-class StepStrategy(StateStrategy):
+class StepStrategy(PrecisionStrategy):
     """The hooks that Lightning calls for each batch; they go to a :class:`~lightning_megapar.step.stepper.Stepper`.
 
-    Args: as in :class:`~lightning_megapar.strategy.state_strategy.StateStrategy`.
+    Args: as in :class:`~lightning_megapar.strategy.precision_strategy.PrecisionStrategy`.
     """
 
     def __init__(
-        self, config: ParallelConfig, timeout_seconds: float, process_group_backend: str | None, seed: int | None
+        self,
+        config: ParallelConfig,
+        timeout_seconds: float,
+        process_group_backend: str | None,
+        seed: int | None,
+        loss_scale: Any = None,
     ) -> None:
-        super().__init__(config, timeout_seconds, process_group_backend, seed)
+        super().__init__(config, timeout_seconds, process_group_backend, seed, loss_scale)
         self._leave_requested = False
         self._accumulating = False
         self._reduced = False  # manual optimization: a backward of this step has averaged its gradients
@@ -87,9 +93,9 @@ class StepStrategy(StateStrategy):
         trainer = module.trainer
         self._where = f"training step {trainer.global_step}"
         self._reduced = False
-        alone = self._is_plain and trainer.accumulate_grad_batches == 1
+        alone = self._is_plain and trainer.accumulate_grad_batches == 1 and not self._needs_stepper
         if alone or not module.automatic_optimization:
-            with self._norms_are_global(), self.precision_plugin.train_step_context():
+            with self._norms_are_global(), self._in_working_dtype(), self.precision_plugin.train_step_context():
                 output = module.training_step(*args, **kwargs)
             self._leave_requested = self._leave_requested or self._preemption.is_set
             self._count_samples(trainer, batch_size_of(args[0]) or 1)
@@ -97,17 +103,19 @@ class StepStrategy(StateStrategy):
         if self._rebalancer is not None:
             self._rebalancer.before_step()
         seen = self._is_seen("on_train_batch_end")
-        result = self.stepper.train(
-            lambda piece: module.training_step(piece, *args[1:], **kwargs),
-            args[0],
-            results=trainer._results,
-            accumulate=trainer.accumulate_grad_batches,
-            is_last_of_window=not self._accumulating,
-            flag=float(self._preemption.is_set),
-            share=seen and self.layout.pipeline > 1,
-            collect=seen,
-            nominal=getattr(trainer.train_dataloader, "batch_size", None),
-        )
+        with self._in_working_dtype():
+            result = self.stepper.train(
+                lambda piece: module.training_step(piece, *args[1:], **kwargs),
+                args[0],
+                results=trainer._results,
+                accumulate=trainer.accumulate_grad_batches,
+                is_last_of_window=not self._accumulating,
+                loss_scale=self._scale,
+                flag=float(self._preemption.is_set),
+                share=seen and self.layout.pipeline > 1,
+                collect=seen,
+                nominal=getattr(trainer.train_dataloader, "batch_size", None),
+            )
         if self._rebalancer is not None:
             self._rebalancer.after_step(result.samples)
         self._after_step(result)
@@ -144,17 +152,18 @@ class StepStrategy(StateStrategy):
         loaders = {"validation": "val_dataloaders"}.get(kind, f"{kind}_dataloaders")
         if self._is_plain:
             self._leave_requested = self._preemption.is_set
-            with self.precision_plugin.forward_context():
+            with self._in_working_dtype(), self.precision_plugin.forward_context():
                 return step(*args, **kwargs)
-        result = self.stepper.evaluate(
-            lambda piece: step(piece, *args[1:], **kwargs),
-            args[0],
-            results=trainer._results,
-            flag=float(self._preemption.is_set),
-            share=kind == "predict" or (self.layout.pipeline > 1 and self._is_seen(f"on_{kind}_batch_end")),
-            nominal=getattr(getattr(trainer, loaders), "batch_size", None),
-            kind=kind,
-        )
+        with self._in_working_dtype():
+            result = self.stepper.evaluate(
+                lambda piece: step(piece, *args[1:], **kwargs),
+                args[0],
+                results=trainer._results,
+                flag=float(self._preemption.is_set),
+                share=kind == "predict" or (self.layout.pipeline > 1 and self._is_seen(f"on_{kind}_batch_end")),
+                nominal=getattr(getattr(trainer, loaders), "batch_size", None),
+                kind=kind,
+            )
         self._after_step(result)
         if self._averaging and self.prepared.zero is not None:
             self.prepared.zero.reshard()  # weights are swapped after the validation, and they are the shards
@@ -186,12 +195,14 @@ class StepStrategy(StateStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         module = self.lightning_module
         assert module is not None
-        if module.automatic_optimization or self.layout.world_size == 1:
+        if module.automatic_optimization or (self.layout.world_size == 1 and self._loss_scaling is None):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+        scaled = closure_loss if self._loss_scaling is None else closure_loss.float() * self._scale
         losses: list[Tensor] = []
         self.stepper.backward_alone(
-            lambda: losses.append(super(StepStrategy, self).backward(closure_loss, optimizer, *args, **kwargs)),
+            lambda: losses.append(super(StepStrategy, self).backward(scaled, optimizer, *args, **kwargs)),
             closure_loss.detach(),
+            self._scale,
         )
         self._reduced = True
         return losses[0]
@@ -206,7 +217,7 @@ class StepStrategy(StateStrategy):
                 f"{type(module).__name__}.training_step steps an optimizer without self.manual_backward(loss): the "
                 "gradients of loss.backward() are not averaged over the ranks; call self.manual_backward(loss)"
             )
-        with self._norms_are_global():  # the closure calls the user's hooks around clipping
+        with self._norms_are_global(), self._in_masters():  # the closure calls the user's hooks around clipping
             return self.precision_plugin.optimizer_step(optimizer, model=model or module, closure=closure, **kwargs)
 
     def _norms_are_global(self) -> AbstractContextManager[None]:

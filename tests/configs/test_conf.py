@@ -67,7 +67,7 @@ def test_the_issue_s_groups_and_options_exist() -> None:
     assert set(GROUPS["parallel"]) == {
         "auto", "single", "dp2", "tp2", "pp2", "dp2_tp2", "dp2_pp2", "tp2_pp2", "dp2_tp2_pp2"
     }  # fmt: skip
-    assert GROUPS["data"] == ["stdlib", "text"] and GROUPS["precision"] == ["bf16", "fp32"]
+    assert GROUPS["data"] == ["stdlib", "text"] and GROUPS["precision"] == ["bf16", "bf16_true", "fp16", "fp32", "fp8"]
     assert GROUPS["schedule"] == [
         "1f1b",
         "auto",

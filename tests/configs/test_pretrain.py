@@ -160,3 +160,16 @@ def test_refusals_before_any_rank(
     monkeypatch.setattr(os, "fork", fork)
     assert said in refused(capfd, monkeypatch, *SMALL, override)
     assert not (typed / "runs").exists() or not any((typed / "runs").iterdir())
+
+
+def test_fp16_says_its_scale_and_skipped_steps(typed: Path) -> None:
+    """On a CPU as well, where Lightning's own flag would quietly become bfloat16."""
+    scale = ["precision=fp16", "precision.loss_scale.initial=1048576", "precision.loss_scale.hysteresis=1"]
+    done = command(typed, "parallel=pp2", "run_dir=runs/a", "trainer.max_steps=4", *scale, *SMALL)
+    assert "bfloat16" not in done.stdout + done.stderr
+    table = rows(typed / "runs" / "a")
+    scales = [float(row["loss_scale"]) for row in table]
+    skipped = [float(row["skipped_steps"]) for row in table]
+    assert scales[0] == 2.0**20 and skipped[-1] > 0  # a loss of 5.5 times 2^20 gives gradients beyond 65504
+    overflowed = [now > before for before, now in zip([0.0, *skipped], skipped)]
+    assert scales[1:] == [scale / 2 if over else scale for scale, over in zip(scales, overflowed)][:-1]

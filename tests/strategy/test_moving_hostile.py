@@ -297,6 +297,28 @@ def test_low_precision_is_moved_bit_for_bit(pool: RankPool, precision: str) -> N
         assert torch.equal(moved[0]["weights"][name], value), name
 
 
+class Wide16(Rows):
+    """Linear layers that can multiply in 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.head = nn.Linear(8, 16), nn.Linear(16, 5)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8)))
+
+
+def in_8_bits(ranges: Any) -> dict[str, Any]:
+    options = {"samples": True, "precision": "bf16-mixed", "dtype": torch.float32, "fp8": "rowwise"}
+    return fit("pp2", Wide16, ranges, **options)
+
+
+def test_blocks_that_multiply_in_8_bits_still_do_when_moved(pool: RankPool) -> None:
+    pytest.importorskip("torchao")
+    still = pool.run(in_8_bits, 2, {}, mode="trainer")
+    moved = pool.run(in_8_bits, 2, FOUR_STEPS, mode="trainer")
+    for name, value in still[0]["weights"].items():
+        assert torch.equal(moved[0]["weights"][name], value), name
+
+
 def twice() -> list[dict[str, Any]]:
     """Two runs of one strategy, trainer and module; blocks are where the first one left them."""
     from lightning.pytorch import Trainer

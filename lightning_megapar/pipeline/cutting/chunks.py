@@ -39,6 +39,8 @@ class RankCut:
     ) -> None:
         self.module = module
         self.plan = plan
+        self.working_dtype: torch.dtype | None = None
+        """Of all floating parameters within a step, where it is not theirs between steps."""
         children = children_of(module, plan)
         self.chunks = tuple(StageCut(module, plan, stage, device, children, spares) for stage in stages)
         self._local = {name: child for cut in self.chunks for name, child in cut.local_modules.items()}
@@ -78,7 +80,7 @@ class RankCut:
             for name, stand_in in cut.stand_ins.items():
                 source = self._resident(name)
                 if source is not stand_in:
-                    _take_over_dtypes(stand_in, source)
+                    _take_over_dtypes(stand_in, source, self.working_dtype)
             cut.install_hooks()
 
     def call(self, step: Callable[[], Any], received: Boundary | None, chunk: int) -> tuple[bool, Any]:
@@ -92,7 +94,7 @@ class RankCut:
                 owner._modules[name] = before
 
 
-def _take_over_dtypes(stand_in: nn.Module, source: nn.Module) -> None:
+def _take_over_dtypes(stand_in: nn.Module, source: nn.Module, working: torch.dtype | None) -> None:
     """The dtypes that a module has by now (a precision has converted it), for what stands for it out of sight."""
     for mine, theirs in zip(stand_in.modules(), source.modules()):
         if not isinstance(mine, StandIn):
@@ -103,4 +105,4 @@ def _take_over_dtypes(stand_in: nn.Module, source: nn.Module) -> None:
         for key, shape in mine._away_tensors.items():
             value = theirs._parameters.get(key, theirs._buffers.get(key))
             if shape is not None and value is not None:
-                mine._away_dtypes[shape.dtype] = value.dtype
+                mine._away_dtypes[shape.dtype] = working if working and value.is_floating_point() else value.dtype

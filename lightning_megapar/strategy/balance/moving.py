@@ -67,6 +67,7 @@ def move_layers(
         owner, _, key = name.rpartition(".")
         module.get_submodule(owner)._modules[key] = part
     cut = RankCut(module, plan, plan.placement[here], device, spares.modules)
+    cut.working_dtype = None if prepared.cut is None else prepared.cut.working_dtype
     for stand_in in (one for chunk in cut.chunks for one in chunk.stand_ins.values()):
         convert(stand_in)  # so that it tells the dtypes that the originals have by now
     for name, nest in arrived.items():
@@ -125,6 +126,8 @@ def _rebuilt(
         owner._modules[key] = prepared.spares.fresh(name)
     if prepared.deferral is not None:
         prepared.deferral.connect(root)
+    if prepared.float8 is not None:
+        prepared.float8.connect(root)
     tensor = mesh.submesh("tensor")
     shard_module(root, tensor, prepared.config.sequence_parallel and tensor is not None)
     inside = [
@@ -134,6 +137,8 @@ def _rebuilt(
     ]
     if inside and tensor is not None:
         apply_assignments(root, inside, TensorRanks(tensor))
+    if prepared.float8 is not None:
+        prepared.float8.settle(root)
     owners = parameter_owners(root)
     root.to_empty(device=device)
     for (_, first, first_name), *others in owners.values():
