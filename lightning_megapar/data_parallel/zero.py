@@ -20,7 +20,7 @@ and so finish their chunks in different orders; the order of the sums is that of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,10 +119,18 @@ class Reduction:
         order: this rank's chunks in the order in which a whole batch completes them, the same on all data ranks.
         early: let FSDP2's hooks reduce within a chunk's last backward. Only for schedules of whole backwards: with
             others the kind of the last action may differ between data ranks, and with it the order of the sums.
+        observe: called with a unit before it is reduced; only without ``early``.
     """
 
-    def __init__(self, zero: ZeroUnits, order: Sequence[int], early: bool) -> None:
+    def __init__(
+        self,
+        zero: ZeroUnits,
+        order: Sequence[int],
+        early: bool,
+        observe: Callable[[FSDPModule], None] | None = None,
+    ) -> None:
         self._zero = zero
+        self._observe = observe
         self._left = list(order)
         self._early = early
         self._complete: set[int] = set()
@@ -152,6 +160,8 @@ class Reduction:
             for unit in self._due(reduced):
                 if unit in self._hooked and self._zero.is_sharded(unit):
                     continue  # a hook has done it: FSDP2 would now wait for the sum, instead of at the end
+                if self._observe is not None:
+                    self._observe(unit)
                 _switch(unit, True)
                 _end_backward(unit)
             self._reduced = reduced

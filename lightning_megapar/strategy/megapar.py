@@ -32,6 +32,7 @@ from lightning_megapar.strategy.carried_optimizers import OriginalParameters, ca
 from lightning_megapar.strategy.first_batch import FirstBatch, step_name, trial_of
 from lightning_megapar.strategy.limits import (
     optimizers_may_be_empty,
+    place_optimizers,
     refuse_callbacks,
     refuse_empty_optimizers,
     refuse_modules,
@@ -285,6 +286,7 @@ class MegaParStrategy(StepStrategy):
             carry_over(self.optimizers, self._originals, self.prepared.parameters)
             refuse_empty_optimizers(self.optimizers, self.prepared)
             refuse_optimizers(self.optimizers, self.prepared)
+            place_optimizers(self.optimizers, self.prepared, self.mesh)
         self._balance(balance if trainer.state.fn == TrainerFn.FITTING else None, trainer.callbacks)
         self.setup_precision_plugin()
 
