@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from lightning_megapar.config import ConfigError, Layout
 from lightning_megapar.data_parallel.parameters import LogicalParameter
 from lightning_megapar.mesh import ParallelMesh
+from lightning_megapar.optim.lists import refuse_lists
 from lightning_megapar.optim.muon import Muon
 from lightning_megapar.strategy.prepare import PreparedModule
 from lightning_megapar.trees import in_any_tree
@@ -87,6 +88,8 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], prepared: Pre
         ConfigError: naming the optimizer and the setting.
     """
     setting = why_split(prepared)
+    optimizers = list(optimizers)
+    refuse_lists(optimizers)
     pieces = {id(record.parameter) for record in prepared.parameters if _is_piece(record)}
     for optimizer in optimizers:
         if isinstance(optimizer, Muon):

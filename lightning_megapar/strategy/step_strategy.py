@@ -19,6 +19,7 @@ from lightning_megapar.data.sampler import ResumableSampler
 from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm, torch_norms_are_global
 from lightning_megapar.launch import shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
+from lightning_megapar.optim.lists import pieces_in_lists
 from lightning_megapar.pipeline.balance.options import Rebalance
 from lightning_megapar.sharding.watch import PartsWatch
 from lightning_megapar.step.log import replay
@@ -215,7 +216,8 @@ class StepStrategy(StateStrategy):
                 f"{type(module).__name__}.training_step steps an optimizer without self.manual_backward(loss): the "
                 "gradients of loss.backward() are not averaged over the ranks; call self.manual_backward(loss)"
             )
-        with self._norms_are_global():  # the closure calls the user's hooks around clipping
+        # The closure calls the user's hooks around clipping.
+        with self._norms_are_global(), pieces_in_lists(unwrapped(optimizer)):
             return self.precision_plugin.optimizer_step(optimizer, model=model or module, closure=closure, **kwargs)
 
     def _norms_are_global(self) -> AbstractContextManager[None]:

@@ -93,7 +93,7 @@ def test_as_on_one_device(pool: RankPool, tmp_path: Any, layout: str, style: str
     assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance)
     assert set(found["weights"]) == set(expected["weights"])
     for name, weight in expected["weights"].items():
-        if name.endswith("bias") and "qkv" in name:
+        if name.endswith("key.bias"):
             continue  # a key's bias: its gradient is rounding alone, which AdamW blows up to full steps
         assert parity.relative(found["weights"][name], weight) <= tolerance, name
 
