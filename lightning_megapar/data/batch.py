@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_megapar.config import ConfigError, nearest
 
@@ -83,6 +83,32 @@ class BatchPlan:
         table.add_row("x data ranks", str(self.data_size), "batch of all ranks", str(per_rank * self.data_size))
         table.add_row("x accumulation", str(self.accumulate), "global batch", str(self.global_batch_size))
         return table
+
+
+class WindowLength(int):
+    """``accumulate_grad_batches`` of one window that begins after ``origin`` batches of the epoch.
+
+    Lightning asks ``batches % accumulate_grad_batches == 0`` to know whether a window begins or ends, which is right
+    only if all windows of an epoch have one length. It divides the loss by the same number. This is an ordinary
+    integer, the window's length, of which the remainder alone is counted from where the window begins.
+
+    Args:
+        length: batches in the window.
+        origin: batches of the epoch before it.
+    """
+
+    origin: int
+
+    def __new__(cls, length: int, origin: int = 0) -> WindowLength:
+        made = super().__new__(cls, length)
+        made.origin = origin
+        return made
+
+    def __rmod__(self, batches: int) -> int:
+        return (int(batches) - self.origin) % int(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WindowLength, (int(self), self.origin)
 
 
 def _count(number: int, one: str, many: str) -> str:

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.data.batch import BatchPlan
+from lightning_megapar.data.batch import BatchPlan, WindowLength
 from lightning_megapar.data.text import (
     VOCAB_SIZE,
     Corpus,
@@ -116,9 +116,10 @@ class TextDataModule(LightningDataModule):
         trainer = self.trainer
         if trainer is None:
             return BatchPlan(self.global_batch_size)
-        return BatchPlan(
-            self.global_batch_size, data_size(trainer), trainer.accumulate_grad_batches, microbatches(trainer)
-        )
+        accumulate = trainer.accumulate_grad_batches
+        if isinstance(accumulate, WindowLength):  # of one window, while a batch size ramp is at work
+            accumulate = 1
+        return BatchPlan(self.global_batch_size, data_size(trainer), accumulate, microbatches(trainer))
 
     def describe(self) -> str:
         """What is read, in one line."""

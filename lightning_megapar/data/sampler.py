@@ -139,6 +139,12 @@ class ResumableSampler(Sampler[int]):
         """This rank's samples in a FULL epoch, whatever was consumed."""
         return (self.num_samples - self.dropped_samples + self.padded_samples) // self.data_size
 
+    def batches_after(self, consumed: int) -> int:
+        """Batches of this rank that are left of an epoch of which ``consumed`` samples, over all ranks, are used."""
+        full, rest = divmod(self.num_samples - consumed, self.global_batch_size)
+        some = rest > 0 if self.pad else rest >= self.data_size
+        return full + int(some and not self.drop_last)
+
     def order(self, epoch: int | None = None) -> Tensor:
         """The global order of an epoch: int64, shape ``(num_samples,)``."""
         if not self.shuffle:

@@ -7,7 +7,7 @@ only counts as zero on the others. Parameters may be frozen and unfrozen, on all
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,7 @@ class GradientReducer:
         if mesh.size("pipeline") > 1:
             self._rounds.append(self._shared_buckets(mesh))
         data = mesh.group("data")
+        self._data_round = len(self._rounds)
         if data is not None:
             replicated = [p for p in self.parameters if not p.data_sharded]
             self._rounds.append(list(_buckets(replicated, data)))
@@ -82,15 +83,23 @@ class GradientReducer:
         return buckets
 
     @torch.no_grad()
-    def reduce(self, factor: float = 1.0, names: Collection[str] | None = None) -> None:
+    def reduce(
+        self,
+        factor: float = 1.0,
+        names: Collection[str] | None = None,
+        before_data: Callable[[], None] | None = None,
+    ) -> None:
         """Complete every ``.grad`` and multiply it by ``factor``.
 
         Args:
             factor: of all gradients.
             names: of the parameters to sum, the same on all ranks; by default those that are trainable now.
+            before_data: called when gradients are complete in this replica, before they are summed over the data ranks.
         """
         asked = {p.name for p in trainable(self.parameters)} if names is None else names
-        for buckets in self._rounds:
+        for number, buckets in enumerate(self._rounds):
+            if before_data is not None and number == self._data_round:
+                before_data()
             kept = ((tuple(r for r in b.records if r.name in asked), b.group) for b in buckets)
             live = [_Bucket(records, group) for records, group in kept if records]
             started = [(bucket, *_start_sum(bucket)) for bucket in live]

@@ -23,11 +23,27 @@ def counts_here(record: LogicalParameter, mesh: ParallelMesh) -> bool:
     Tensor-replicated parameters count on tensor rank 0, data-replicated ones on data rank 0, shards in the first group
     of data ranks that holds them all, tied parameters on the first stage that holds them.
     """
+    counts = mesh.holds_first_shards if record.data_sharded else mesh.coordinate("data") == 0
+    return counts and counts_in_replica(record, mesh)
+
+
+def counts_in_replica(record: LogicalParameter, mesh: ParallelMesh) -> bool:
+    """Whether this rank's piece enters a sum over the ranks of one replica, see :func:`counts_here`."""
     if mesh.coordinate("pipeline") != record.stages[0]:
         return False
-    if mesh.coordinate("tensor") != 0 and not record.tensor_sharded:
-        return False
-    return mesh.holds_first_shards if record.data_sharded else mesh.coordinate("data") == 0
+    return mesh.coordinate("tensor") == 0 or record.tensor_sharded
+
+
+@torch.no_grad()
+def local_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sum of the squares of all elements: 0-dim float64 on ``device``. Nothing is reduced over ranks."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for dtype in {g.dtype for g in gradients}:
+        same = [g for g in gradients if g.dtype == dtype and g.numel()]
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        if same:
+            total = total + torch.stack(torch._foreach_norm(same, 2.0, wide)).double().square().sum()
+    return total
 
 
 @torch.no_grad()

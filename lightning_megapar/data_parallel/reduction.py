@@ -13,7 +13,7 @@ A step's sums are waited for at its end.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 from torch.distributed.fsdp import FSDPModule
@@ -49,10 +49,18 @@ class ReduceOnce:
         order: this rank's chunks in the order in which a whole batch completes them, the same on all data ranks.
         early: let FSDP2's hooks reduce within a chunk's last backward. Only for schedules of whole backwards: with
             others the kind of the last action may differ between data ranks, and with it the order of the sums.
+        observe: called with a unit before it is reduced; only without ``early``.
     """
 
-    def __init__(self, zero: ZeroUnits, order: Sequence[int], early: bool) -> None:
+    def __init__(
+        self,
+        zero: ZeroUnits,
+        order: Sequence[int],
+        early: bool,
+        observe: Callable[[FSDPModule], None] | None = None,
+    ) -> None:
         self._zero = zero
+        self._observe = observe
         self._left = list(order)
         self._early = early
         self._complete: set[int] = set()
@@ -80,6 +88,8 @@ class ReduceOnce:
             for unit in self._due(reduced):
                 if unit in self._hooked and self._zero.is_sharded(unit):
                     continue  # a hook has done it: FSDP2 would now wait for the sum, instead of at the end
+                if self._observe is not None:
+                    self._observe(unit)
                 switch(unit, True, True)
                 end_backward(unit)
             self._reduced = reduced

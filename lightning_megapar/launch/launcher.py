@@ -24,7 +24,7 @@ import re
 import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -119,6 +119,16 @@ class _MegaParLauncher(_Launcher):
         check_world(self.environment, self.strategy.num_processes, self.strategy.num_nodes)
         self.environment.validate_settings(num_devices=self.strategy.num_processes, num_nodes=self.strategy.num_nodes)
 
+    def _ask_callbacks(self, trainer: Any, args: Sequence[Any]) -> None:
+        """Let callbacks with a ``before_launch`` refuse what cannot be, while there is one process.
+
+        They get the Trainer and the arguments of its call: the module, loaders, a data module, in Lightning's order.
+        """
+        for callback in getattr(trainer, "callbacks", ()):
+            ask = getattr(callback, "before_launch", None)
+            if callable(ask):
+                ask(trainer, args)
+
     def _rank_description(self, rank: int | None = None) -> str:
         describe = getattr(self.strategy, "rank_description", None)
         if rank is None and describe is not None:
@@ -169,6 +179,7 @@ class ExternalLauncher(_MegaParLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Check the numbers, then run ``function`` with failures reported."""
         self._check()
+        self._ask_callbacks(trainer, args)
         self.trainer = trainer
         if self.environment.world_size() > 1:
             _share_cores(self.strategy.num_processes)
@@ -191,6 +202,7 @@ class ForkInPlaceLauncher(_MegaParLauncher):
             RankFailedError: on rank 0, when another rank failed first.
         """
         self._check()
+        self._ask_callbacks(trainer, args)
         self.trainer = trainer
         size = self.strategy.num_processes
         ranks = current_ranks()
@@ -309,6 +321,7 @@ class ReexecLauncher(_MegaParLauncher, _SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the script once more for each further rank, then run ``function``."""
         self._check()
+        self._ask_callbacks(trainer, args)
         if self.strategy.num_nodes == 1:
             os.environ.setdefault(RUN_VARIABLE, uuid.uuid4().hex)
         return _SubprocessScriptLauncher.launch(self, self._reported, function, args, kwargs, trainer)

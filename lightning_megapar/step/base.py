@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,16 +37,7 @@ from lightning_megapar.step.log import LogExchange, LogRecorder, StepReport
 from lightning_megapar.step.outcome import StepContractError
 from lightning_megapar.step.random_streams import RandomStreams
 from lightning_megapar.step.sharing import Origin, ReplicaSharing
-
-
-class Watch(Protocol):
-    """What a step does with pieces of sharded layers: a :class:`~lightning_megapar.sharding.watch.PartsWatch`."""
-
-    def looking(self) -> AbstractContextManager[None]:
-        """Around the forwards of a step that is watched."""
-
-    def news(self) -> Mapping[str, str]:
-        """Functions that pieces met since the last call and not before, each with the layer whose piece it was."""
+from lightning_megapar.step.watching import GradientObserver, UnitGradients, Watch
 
 
 @dataclass(frozen=True)
@@ -160,6 +151,8 @@ class StepperBase:
         self._repeated: str | None = None
         """Name of the step whose next call repeats its rehearsal."""
         self._told: set[str] = set()
+        self.observer: GradientObserver | None = None
+        self._units: UnitGradients | None = None
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     @property
@@ -219,6 +212,11 @@ class StepperBase:
         """Cut batches into another number of microbatches from now on."""
         self.num_microbatches = num_microbatches
         self.sharing = ReplicaSharing(self.mesh, self.device, num_microbatches)
+
+    def observe(self, observer: GradientObserver | None) -> None:
+        """Show gradients before they are summed over the data ranks, or no longer."""
+        self.observer, zero = observer, self.zero
+        self._units = None if observer is None or zero is None else UnitGradients(zero, self._parameters)
 
     def begin_run(self) -> None:
         """Forget an accumulation window that an earlier run left open."""
@@ -345,7 +343,10 @@ class StepperBase:
         if not is_last:
             return None
         order = tuple(whole.completions(self.mesh.coordinate("pipeline")))
-        return ReduceOnce(self.zero, order, early=not whole.splits_backward)
+        units, observer = self._units, self.observer
+        if units is None or observer is None:
+            return ReduceOnce(self.zero, order, early=not whole.splits_backward)
+        return ReduceOnce(self.zero, order, False, lambda unit: observer.before_unit(units.of(unit)))
 
     def _over_data_ranks(self, samples: int, pieces: int) -> tuple[int, int]:
         """Samples of all data ranks together, and the most microbatches that one has; collective over them."""
@@ -367,7 +368,9 @@ class StepperBase:
     def _reduce(self, factor: float, names: set[str]) -> None:
         """Sum the gradients over the ranks, see :meth:`~lightning_megapar.data_parallel.gradients.GradientReducer`."""
         start = self.runtime.now()
-        self.reducer.reduce(factor, names)
+        observer = self.observer
+        before = None if observer is None else lambda: observer.before_sum(self._parameters, names)
+        self.reducer.reduce(factor, names, before)
         if self.runtime.reductions is not None and self.reducer.has_sums:
             self.runtime.reductions.append((start, self.runtime.now()))
 

@@ -14,7 +14,7 @@ microbatches, data ranks and the whole accumulation window: the loss of one big 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ from lightning_megapar.data_parallel.agreement import (
     unlike_buffers,
 )
 from lightning_megapar.data_parallel.gradients import GradientReducer
-from lightning_megapar.data_parallel.parameters import LogicalParameter
+from lightning_megapar.data_parallel.parameters import LogicalParameter, local_tensor
 from lightning_megapar.step.base import StepContractError, StepperBase, StepResult, Window
 from lightning_megapar.step.log import LogRecorder
 from lightning_megapar.step.outcome import joined, loss_of, weigh_by_tokens
@@ -101,12 +101,15 @@ class Stepper(StepperBase):
         samples = sum(count for _, count in pieces)
         window = self._window
         parameters = self._parameters
-        if not window.is_open:
+        is_first = not window.is_open
+        if is_first:
             self._refuse_switched()
             # Lightning zeroes gradients only after training_step; free them before the forwards need the memory.
             self._window = window = Window(is_open=True)
             for record in parameters:
                 record.parameter.grad = None
+        if self.observer is not None:
+            self.observer.begin_batch(parameters, is_first, samples)
         window.trained.update(record.name for record in self.parameters)
         kept = [record.parameter.grad for record in parameters]
         for record in parameters:
@@ -166,6 +169,8 @@ class Stepper(StepperBase):
             if self.streams is not None:
                 number, data_rank = self._origin(microbatch)
                 self.streams.begin_backward(self.steps, number, data_rank)
+            if self.observer is not None:
+                self.observer.before_backward(microbatch)
 
         schedule = self._schedule(self.schedule, len(pieces))
         parts = self.parts if self.check_is_due else None
@@ -212,10 +217,12 @@ class Stepper(StepperBase):
         for record, old in zip(parameters, kept):
             record.parameter.grad = old
 
+        shares = dict(zip(by_microbatch, weights)) if losses else {}
+        counts = (len(pieces), scale / unit)
+
         def install(incoming: Tensor) -> None:
-            self._install(
-                parameters, stash, float(incoming) / scale, unit, report.weight, accumulate, is_last_of_window
-            )
+            factor = float(incoming) / scale
+            self._install(parameters, stash, factor, unit, report.weight, accumulate, is_last_of_window, shares, counts)
 
         value = torch.tensor(report.loss, dtype=self.loss_dtype, device=self.device)
         proxy = _HandOver.apply(self._anchor, value, install)
@@ -240,8 +247,14 @@ class Stepper(StepperBase):
         weight: float,
         accumulate: int,
         is_last: bool,
+        shares: Mapping[int, Tensor],
+        counts: tuple[int, float],
     ) -> None:
-        """Move the stash into ``.grad``; at the window's end sum over the ranks and settle the scale."""
+        """Move the stash into ``.grad``; at the window's end sum over the ranks and settle the scale.
+
+        ``shares`` are the weights of this rank's losses by microbatch, and ``counts`` how many microbatches there were
+        and what a weight of one was multiplied with: for who observes gradients.
+        """
         window = self._window
         # Where the window's gradients arrive together at its end, the scale is settled there as well.
         if self._reduces_at_end:
@@ -250,6 +263,9 @@ class Stepper(StepperBase):
             per_batch = _exact(unit / window.unit)
         else:
             per_batch = _exact(factor * unit / (weight or unit))
+        if self.observer is not None:
+            held = [(record, local_tensor(gradient)) for record, gradient in zip(parameters, stash)]
+            self.observer.end_batch(held, shares, *counts, per_batch)
         for record, gradient in zip(parameters, stash):
             if gradient is None:
                 continue
@@ -268,6 +284,8 @@ class Stepper(StepperBase):
             self._check_agreement()
         self._windows += 1
         self._reduce(final, window.trained)
+        if self.observer is not None:
+            self.observer.end_window(self._parameters, final)
         self._window = Window()
 
     def _refuse_different(self, loss: Tensor, dtype: torch.dtype) -> None:

@@ -14,6 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from lightning_megapar.config import ConfigError, Layout
 from lightning_megapar.data_parallel.parameters import LogicalParameter
+from lightning_megapar.mesh import ParallelMesh
+from lightning_megapar.optim.lists import refuse_lists
+from lightning_megapar.optim.muon import Muon
 from lightning_megapar.strategy.prepare import PreparedModule
 from lightning_megapar.trees import in_any_tree
 
@@ -85,20 +88,33 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], prepared: Pre
         ConfigError: naming the optimizer and the setting.
     """
     setting = why_split(prepared)
-    sharded = any(_is_piece(record) for record in prepared.parameters)
+    optimizers = list(optimizers)
+    refuse_lists(optimizers)
+    pieces = {id(record.parameter) for record in prepared.parameters if _is_piece(record)}
     for optimizer in optimizers:
+        if isinstance(optimizer, Muon):
+            continue  # ours: it gathers
+        sharded = any(id(parameter) in pieces for group in optimizer.param_groups for parameter in group["params"])
         whole = {kind.__name__.lower(): kind.__name__ for kind in type(optimizer).__mro__}
         known = next((name for name in WHOLE_TENSORS if name.lower() in whole), None)
         if sharded and known is not None:
             raise ConfigError(
                 f"{whole[known.lower()]} {WHOLE_TENSORS[known]}, of which a rank holds only pieces under {setting}; "
-                "use another optimizer, or neither tensor parallelism nor zero_stage=1"
+                f"use {'lightning_megapar.optim.Muon' if known == 'Muon' else 'another optimizer'}, or neither tensor "
+                "parallelism nor zero_stage=1"
             )
         if setting is not None and isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 f"{type(optimizer).__name__} needs inner products over all parameters, of which a rank holds only a "
                 f"part under {setting}; use another optimizer, or data parallelism with zero_stage=0"
             )
+
+
+def place_optimizers(optimizers: Iterable[torch.optim.Optimizer], prepared: PreparedModule, mesh: ParallelMesh) -> None:
+    """Tell optimizers of this package that look at whole matrices how these are cut over the ranks."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, Muon):
+            optimizer.place(prepared.parameters, mesh)
 
 
 def refuse_modules(module: nn.Module, layout: Layout) -> None:

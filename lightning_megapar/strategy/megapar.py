@@ -35,6 +35,7 @@ from lightning_megapar.strategy.carried_optimizers import OriginalParameters, ca
 from lightning_megapar.strategy.first_batch import FirstBatch, step_name, trial_of
 from lightning_megapar.strategy.limits import (
     optimizers_may_be_empty,
+    place_optimizers,
     refuse_callbacks,
     refuse_empty_optimizers,
     refuse_modules,
@@ -296,6 +297,7 @@ class MegaParStrategy(StepStrategy):
             refuse_empty_optimizers(self.optimizers, self.prepared)
             refuse_optimizers(self.optimizers, self.prepared)
             self._refuse_for_precision()
+            place_optimizers(self.optimizers, self.prepared, self.mesh)
         self._balance(balance if trainer.state.fn == TrainerFn.FITTING else None, trainer.callbacks)
         self.setup_precision_plugin()
 

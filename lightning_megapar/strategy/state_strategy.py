@@ -18,6 +18,7 @@ from lightning_megapar.checkpoint.training_state import CURRENT, named_optimizer
 from lightning_megapar.config import ParallelConfig
 from lightning_megapar.shards import is_value
 from lightning_megapar.step.stepper import Stepper
+from lightning_megapar.step.watching import GradientObserver
 from lightning_megapar.strategy.averaging import own_names
 from lightning_megapar.strategy.balance.rebalancer import BalanceEvent, Rebalancer
 from lightning_megapar.strategy.mesh_strategy import MeshStrategy
@@ -47,6 +48,7 @@ class StateStrategy(MeshStrategy):
         self._events: list[BalanceEvent] = []
         self._position = DataPosition()
         self._resumed: DataPosition | None = None
+        self._batch_samples = 0
 
     @property
     def prepared(self) -> PreparedModule:
@@ -62,6 +64,18 @@ class StateStrategy(MeshStrategy):
     def stepper(self) -> Stepper:
         assert self._stepper is not None
         return self._stepper
+
+    def samples_of_batch(self) -> int:
+        """Of this rank in the latest training batch."""
+        return self._batch_samples
+
+    def observe_gradients(self, observer: GradientObserver | None) -> None:
+        """Show an observer every window's gradients before they are summed over the data ranks; ``None`` ends it.
+
+        From ``on_fit_start`` on, on all ranks alike; manual optimization is not observed.
+        """
+        if self._stepper is not None:
+            self._stepper.observe(observer)
 
     @property
     def num_microbatches(self) -> int:

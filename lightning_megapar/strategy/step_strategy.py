@@ -19,12 +19,14 @@ from lightning_megapar.data.sampler import ResumableSampler
 from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm, torch_norms_are_global
 from lightning_megapar.launch import shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
+from lightning_megapar.optim.lists import pieces_in_lists
 from lightning_megapar.pipeline.balance.options import Rebalance
 from lightning_megapar.sharding.watch import PartsWatch
 from lightning_megapar.step.log import replay
 from lightning_megapar.step.stepper import StepContractError, StepResult
 from lightning_megapar.strategy.balance.rebalancer import BalanceEvent, Rebalancer, refuse_rebalance
-from lightning_megapar.strategy.loaders import prepare_loader, same_on_all_ranks
+from lightning_megapar.strategy.limits import place_optimizers
+from lightning_megapar.strategy.loaders import forget_fetched_batch, prepare_loader, same_on_all_ranks
 from lightning_megapar.strategy.precision_strategy import PrecisionStrategy
 from lightning_megapar.strategy.prepare import PreparedModule
 from lightning_megapar.strategy.state_strategy import unwrapped
@@ -190,7 +192,15 @@ class StepStrategy(PrecisionStrategy):
             # What the sampler gave, whatever shape the batch was collated into.
             left = (self._train_sampler.num_samples - used) // self.data_parallel_size
             samples = min(self._train_sampler.batch_size, left) if left > 0 else samples
+        self._batch_samples = samples
         self._position = DataPosition(used + samples * self.data_parallel_size, epoch)
+
+    def batches_left(self) -> int | None:
+        """Batches of this rank after the latest in its epoch; ``None`` with a sampler of the user's own."""
+        sampler, position = self._train_sampler, self._position
+        if sampler is None:
+            return None
+        return sampler.batches_after(position.consumed if sampler.epoch == position.epoch else 0)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         module = self.lightning_module
@@ -217,7 +227,8 @@ class StepStrategy(PrecisionStrategy):
                 f"{type(module).__name__}.training_step steps an optimizer without self.manual_backward(loss): the "
                 "gradients of loss.backward() are not averaged over the ranks; call self.manual_backward(loss)"
             )
-        with self._norms_are_global(), self._in_masters():  # the closure calls the user's hooks around clipping
+        # The closure calls the user's hooks around clipping.
+        with self._norms_are_global(), self._in_masters(), pieces_in_lists(unwrapped(optimizer)):
             return self.precision_plugin.optimizer_step(optimizer, model=model or module, closure=closure, **kwargs)
 
     def _norms_are_global(self) -> AbstractContextManager[None]:
@@ -306,6 +317,7 @@ class StepStrategy(PrecisionStrategy):
         object.__setattr__(module, "_megapar_prepared", prepared)
         parts = PartsWatch(module) if prepared.is_cut else None
         self.stepper.adopt(prepared.parameters, prepared.cut, parts, prepared)
+        place_optimizers(map(unwrapped, self.optimizers), prepared, self.mesh)
         self._print_stages()
 
     def _print_stages(self) -> None:
@@ -379,8 +391,8 @@ class StepStrategy(PrecisionStrategy):
     # -- leaving early -----------------------------------------------------------------------------------------------
 
     def _leave_if_requested(self) -> None:
-        """All ranks learnt of a SIGTERM in the same packet: save at this step boundary and leave with code 143."""
-        if not self._leave_requested:
+        """All ranks learnt of a SIGTERM in the same packet: save between two windows and leave with code 143."""
+        if not self._leave_requested or self.stepper.window_is_open:
             return
         self._preemption.set()  # on ranks that got no signal themselves: from here on they heed none
         assert self.lightning_module is not None
@@ -390,24 +402,9 @@ class StepStrategy(PrecisionStrategy):
             directory = getattr(callback, "dirpath", None) or trainer.default_root_dir
             path = Path(directory) / f"preempted-step={trainer.global_step}.ckpt"
             if trainer.training:
-                _forget_fetched_batch(trainer)
+                forget_fetched_batch(trainer)
             trainer.save_checkpoint(path, weights_only=False)
             if self.is_global_zero:
                 print(f"stopped by a signal at step {trainer.global_step}; saved {path}", file=sys.stderr, flush=True)
         self._preemption.leave()
         raise SystemExit(EXIT_CODE)
-
-
-def _forget_fetched_batch(trainer: Any) -> None:
-    """Have Lightning's loop in the state between two steps, for a checkpoint: the next batch is fetched, and not begun.
-
-    Lightning saves after a step or a validation. It would count the fetched batch: validations would come a step early,
-    and the last batch of an epoch would count as done. After a validation it counts a step for its loggers when it goes
-    on, because its own checkpoints were made before that was counted.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    progress = loop.batch_progress
-    progress.total.ready, progress.current.ready = progress.total.started, progress.current.started
-    progress.is_last_batch = False
-    if loop._should_check_val_fx(trainer.fit_loop._data_fetcher) and not loop._should_accumulate():
-        loop._batches_that_stepped -= 1
