@@ -23,9 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_megapar.batches import (
-    batch_size_of,
     detach,
-    join_outputs,
     split_batch,
 )
 from lightning_megapar.data_parallel.agreement import (
@@ -37,10 +35,12 @@ from lightning_megapar.data_parallel.agreement import (
 )
 from lightning_megapar.data_parallel.gradients import GradientReducer
 from lightning_megapar.data_parallel.parameters import LogicalParameter, local_tensor
-from lightning_megapar.step.base import StepContractError, StepperBase, StepResult, Window
+from lightning_megapar.step.base import StepContractError, StepResult, Window
+from lightning_megapar.step.evaluation import Evaluation
 from lightning_megapar.step.log import LogRecorder
 from lightning_megapar.step.outcome import joined, loss_of, weigh_by_tokens
 from lightning_megapar.step.stage_metrics import from_last_stage
+from lightning_megapar.step.tokens import tokens_in
 
 __all__ = ["StepContractError", "StepResult", "Stepper"]
 
@@ -59,7 +59,7 @@ class _HandOver(torch.autograd.Function):
         return torch.zeros_like(grad_outputs[0]), None, None
 
 
-class Stepper(StepperBase):
+class Stepper(Evaluation):
     """Runs steps on one rank; see :class:`~lightning_megapar.step.base.StepperBase` for its arguments."""
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -148,6 +148,7 @@ class Stepper(StepperBase):
                 finished, value = self._call(lambda: step(piece), microbatch, received, chunk)
             if finished:
                 loss, tokens = loss_of(value)
+                tokens = tokens_in(piece, count, self.count_tokens) if tokens is None else tokens
                 losses.append(loss.detach())
                 weights.append(self._weight(count, tokens))
                 by_tokens.append(tokens is not None)
@@ -357,59 +358,6 @@ class Stepper(StepperBase):
             fresh = record.parameter.grad
             if old is not None:
                 record.parameter.grad = old if fresh is None else old.add_(fresh)
-
-    # -- evaluation --------------------------------------------------------------------------------------------------
-
-    def evaluate(
-        self,
-        step: Callable[[Any], Any],
-        batch: Any,
-        *,
-        results: Any,
-        flag: float = 0.0,
-        share: bool = False,
-        nominal: int | None = None,
-        kind: str = "evaluate",
-    ) -> StepResult:
-        """Run one validation, test or predict batch forward only.
-
-        Returns:
-            the microbatches' outputs joined; without ``share`` on the last stage only, ``None`` elsewhere.
-        """
-        pieces = split_batch(batch, self.num_microbatches, nominal)
-        mark = self._fingerprint(batch, len(pieces), "evaluate")
-        self._rehearse(kind, step, pieces, results)
-        counting = len(pieces)
-        if self.zero is not None and self.zero.stage == 3 and self._counts_must_agree:
-            pieces = self._filled_up(pieces, self._over_data_ranks(0, counting)[1])
-        recorder = LogRecorder()
-        outputs: list[Any] = []
-        weights: list[Tensor] = []
-
-        def forward(chunk: int, microbatch: int, received: Any) -> tuple[bool, Any]:
-            piece, count = pieces[microbatch]
-            does_not_count = microbatch >= counting
-            log = LogRecorder() if does_not_count else self._recorder_of(chunk, recorder)
-            log.begin_microbatch(microbatch, count)
-            with self.state_kept() if does_not_count else nullcontext(), log.attached(results):
-                finished, value = self._call(lambda: step(piece), microbatch, received, chunk)
-            if finished and not does_not_count:
-                outputs.append(detach(value))
-                tokens = value.get("num_valid_tokens") if isinstance(value, dict) else None
-                weights.append(self._weight(count, tokens))
-            return finished, value
-
-        with self._keep_generators():
-            self.runtime.run(self._schedule("forward", len(pieces)), forward)
-        self._fill_absent_logs(recorder)
-        if outputs and isinstance(outputs[0], dict) and "num_valid_tokens" in outputs[0]:
-            weigh_by_tokens(recorder, weights)
-        report = self.exchange.exchange(recorder, 0.0, 0.0, flag, mark, outputs)
-        self._tell_unlike(report, kind)
-        output = join_outputs(outputs, [count for _, count in pieces[:counting]]) if outputs else None
-        if share and self.cut is not None:
-            output = from_last_stage(output, self.mesh, self.device)
-        return StepResult(output, report, batch_size_of(batch) or 1)
 
 
 def _exact(factor: float) -> float:

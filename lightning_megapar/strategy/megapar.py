@@ -30,6 +30,7 @@ from lightning_megapar.sharding.watch import PartsWatch
 from lightning_megapar.step.random_streams import share_generators
 from lightning_megapar.step.stage_metrics import connect_metrics
 from lightning_megapar.step.stepper import Stepper
+from lightning_megapar.step.tokens import given_token_counter
 from lightning_megapar.strategy.averaging import average_shares, averaging_callbacks, defer_copies
 from lightning_megapar.strategy.carried_optimizers import OriginalParameters, carry_over
 from lightning_megapar.strategy.first_batch import FirstBatch, step_name, trial_of
@@ -81,6 +82,10 @@ class MegaParStrategy(StepStrategy):
             :class:`~lightning_megapar.precision.loss_scale.LossScaleOptions`, or a number for a fixed one.
         fp8: 8-bit products of the linear layers inside the stack: ``"rowwise"``, ``"tensorwise"``, or a mapping of the
             arguments of :class:`~lightning_megapar.precision.fp8.Fp8Options`; needs torchao.
+        count_tokens: how many valid tokens a microbatch has, for losses that are means over them: the key of the labels
+            in the batch, a mapping of the arguments of :class:`~lightning_megapar.step.tokens.LabelCount`, or a
+            function of the microbatch; see :mod:`lightning_megapar.step.tokens`. ``None`` weighs by samples, unless
+            the step or the batch says ``num_valid_tokens``.
 
     Raises:
         ConfigError: on any unknown or impossible setting, before a process group exists.
@@ -117,6 +122,7 @@ class MegaParStrategy(StepStrategy):
         rebalance: Any = None,
         loss_scale: Any = None,
         fp8: Any = None,
+        count_tokens: Any = None,
         **unknown: Any,
     ) -> None:
         refuse_unknown("MegaParStrategy", unknown, argument_names())
@@ -144,6 +150,7 @@ class MegaParStrategy(StepStrategy):
         )
         given_plan(sharding_plan)  # refuse what cannot be read now, before any process exists
         self.fp8 = given_fp8(fp8)
+        self.count_tokens = given_token_counter(count_tokens)
         super().__init__(config, timeout_seconds, process_group_backend, seed, loss_scale)
         self.pipeline_keep = dict(pipeline_keep or {})
         self.empty_init = empty_init
@@ -331,6 +338,7 @@ class MegaParStrategy(StepStrategy):
             parts=PartsWatch(module) if self.prepared.is_cut else None,
             is_cut=self.prepared.is_cut,
             state_kept=lambda: state_kept(module),
+            count_tokens=self.count_tokens,
             working_dtype=_torch_dtype(self.precision_plugin),
         )
 

@@ -16,7 +16,7 @@ from lightning_megapar.batches import batch_size_of
 from lightning_megapar.checkpoint.training import DataPosition
 from lightning_megapar.config import ParallelConfig
 from lightning_megapar.data.sampler import ResumableSampler
-from lightning_megapar.data_parallel.norm import clip_by_norm, clip_by_value, gradient_norm, torch_norms_are_global
+from lightning_megapar.data_parallel.norm import clip_gradients, gradient_norm, torch_norms_are_global
 from lightning_megapar.launch import shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
 from lightning_megapar.optim.lists import pieces_in_lists
@@ -272,10 +272,8 @@ class StepStrategy(PrecisionStrategy):
         optimizer = unwrapped(optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = [p for p in self.stepper.parameters if id(p.parameter) in held]
-        if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
-            clip_by_value(parameters, clip_val)
-        else:
-            clip_by_norm(parameters, gradient_norm(parameters, self.mesh), clip_val)
+        algorithm = "norm" if gradient_clip_algorithm is None else gradient_clip_algorithm
+        clip_gradients(parameters, self.mesh, clip_val, str(getattr(algorithm, "value", algorithm)))
 
     # -- balance -------------------------------------------------------------------------------------------------------
 
