@@ -297,6 +297,15 @@ def test_a_window_is_an_integer_that_counts_from_its_beginning() -> None:
     assert (int(again), again.origin) == (3, 7)
 
 
+def test_loaders_that_are_made_within_a_window_keep_their_batch() -> None:
+    from lightning_megapar.data import TextDataModule
+
+    module = TextDataModule(global_batch_size=8)
+    strategy = SimpleNamespace(layout=SimpleNamespace(data=2), num_microbatches=2)
+    module.trainer = SimpleNamespace(strategy=strategy, accumulate_grad_batches=WindowLength(3, 1))  # type: ignore[assignment]
+    assert module.batch_plan.batch_per_rank == 4
+
+
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("pad", [True, False])
 @pytest.mark.parametrize("consumed", [0, 6, 19, 20, 22])
