@@ -274,14 +274,22 @@ def test_a_run_that_has_nothing_to_compare_is_refused() -> None:
         trainer.fit(Net().double(), DataLoader(data(), batch_size=4))
 
 
-def nothing_to_compare() -> None:
+def nothing_to_compare(validates: bool = False) -> None:
     from lightning_megapar import MegaParStrategy
 
     trainer = Trainer(
         strategy=MegaParStrategy(), accelerator="cpu", devices=1, callbacks=[GradientNoiseScale()], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, max_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False, max_steps=1, precision="64-true",
     )  # fmt: skip
-    trainer.fit(Net().double(), DataLoader(data(), batch_size=4))
+    if validates:
+        trainer.validate(Net(), DataLoader(data(), batch_size=4), verbose=False)
+        assert trainer.callback_metrics["val_loss"] > 0
+    else:
+        trainer.fit(Net(), DataLoader(data(), batch_size=4))
+
+
+def test_a_validation_has_nothing_to_compare_and_goes_on(pool: RankPool) -> None:
+    pool.run(nothing_to_compare, 1, True, mode="trainer")
 
 
 def test_one_batch_of_one_size_is_refused(pool: RankPool) -> None:
