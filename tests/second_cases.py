@@ -1,6 +1,25 @@
 """Cases of which the default run has a sibling; they run with what is slow."""
 
 SECOND_CASES = {
+    "test_fused.py": [
+        "test_as_plain_lightning[ForeachAdamW-tp2]",
+        "test_as_plain_lightning[FusedAdamW-dp2 zero1]",
+        "test_momentum_that_a_kernel_made_is_saved_with_its_layout",
+    ],
+    "test_muon.py": [
+        "test_as_on_one_device[double-1e-09-llama-pp2]",
+    ],
+    "test_noise_scale.py": [
+        "test_sharded_equals_dense[gpt2-dp2_accumulated]",
+        "test_sharded_equals_dense[gpt2-dp2_tp2]",
+        "test_sharded_equals_dense[gpt2-single_accumulated]",
+        "test_within_a_tenth_of_the_exact_value[dp2]",
+    ],
+    "test_ramp.py": [
+        "test_every_sample_once_and_each_window_as_one_batch[pp2]",
+        "test_measured_and_grown",
+        "test_one_batch_of_one_size_is_refused",
+    ],
     "test_whole_zoo_on_ranks.py": [
         "test_kinds[pp2]",
     ],

@@ -120,10 +120,12 @@ class _MegaParLauncher(_Launcher):
         self.environment.validate_settings(num_devices=self.strategy.num_processes, num_nodes=self.strategy.num_nodes)
 
     def _ask_callbacks(self, trainer: Any, args: Sequence[Any]) -> None:
-        """Let callbacks with a ``before_launch`` refuse what cannot be, while there is one process.
+        """Let callbacks with a ``before_launch`` refuse what cannot be trained, while there is one process.
 
-        They get the Trainer and the arguments of its call: the module, loaders, a data module, in Lightning's order.
+        They get the Trainer and the arguments of ``fit``: the module, loaders, a data module, in Lightning's order.
         """
+        if str(getattr(getattr(getattr(trainer, "state", None), "fn", None), "value", "")) != "fit":
+            return
         for callback in getattr(trainer, "callbacks", ()):
             ask = getattr(callback, "before_launch", None)
             if callable(ask):

@@ -85,13 +85,13 @@ class DynamicWeightDecay(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for optimizer in trainer.optimizers:
             refuse_coupled(optimizer)
-        if not self._is_constant and not math.isfinite(_steps(trainer)):
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._is_constant and _progress(trainer) is None:
             raise ConfigError(
                 "DynamicWeightDecay: a schedule needs the length of the run; give the Trainer max_steps, or "
                 "schedule='constant'"
             )
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trainer = trainer
         if self.unit == "epochs":
             self._epoch_samples = _epoch_samples(trainer)
@@ -117,8 +117,7 @@ class DynamicWeightDecay(Callback):
             taken = {"steps": 1.0, "samples": self._samples, "epochs": self._samples / self._epoch_samples}
             product = taken[self.unit] / self.timescale
         if not self._is_constant:
-            progress = min(1.0, self._trainer.global_step / _steps(self._trainer))
-            product *= max(self.floor, self.schedule(progress))
+            product *= max(self.floor, self.schedule(_progress(self._trainer) or 0.0))
         value = product / rate
         self._latest = value if self._latest is None else self._latest
         return value
@@ -171,9 +170,20 @@ def _first_values(group: dict[str, Any]) -> tuple[float, float]:
     return float(group.get("initial_lr", group["lr"])), float(group["weight_decay"])
 
 
-def _steps(trainer: Trainer) -> float:
-    total = float(trainer.estimated_stepping_batches)
-    return total if total > 0 else math.inf
+def _progress(trainer: Trainer) -> float | None:
+    """How much of the run is done, 0 to 1, by whichever of its limits is nearer; ``None`` where it has none.
+
+    Epochs count in loader batches, which a batch size ramp leaves as they are, and not in optimizer steps.
+    """
+    found = []
+    if trainer.max_steps > 0:
+        found.append(trainer.global_step / trainer.max_steps)
+    batches = float(trainer.num_training_batches)
+    if trainer.max_epochs is not None and trainer.max_epochs > 0 and math.isfinite(batches):
+        ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        done = max(0, ready - int(trainer.accumulate_grad_batches))  # at the window's beginning
+        found.append((trainer.current_epoch + done / batches) / trainer.max_epochs)
+    return min(1.0, max(found)) if found else None
 
 
 def _epoch_samples(trainer: Trainer) -> int:

@@ -274,14 +274,22 @@ def test_a_run_that_has_nothing_to_compare_is_refused() -> None:
         trainer.fit(Net().double(), DataLoader(data(), batch_size=4))
 
 
-def nothing_to_compare() -> None:
+def nothing_to_compare(validates: bool = False) -> None:
     from lightning_megapar import MegaParStrategy
 
     trainer = Trainer(
         strategy=MegaParStrategy(), accelerator="cpu", devices=1, callbacks=[GradientNoiseScale()], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, max_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False, max_steps=1, precision="64-true",
     )  # fmt: skip
-    trainer.fit(Net().double(), DataLoader(data(), batch_size=4))
+    if validates:
+        trainer.validate(Net(), DataLoader(data(), batch_size=4), verbose=False)
+        assert trainer.callback_metrics["val_loss"] > 0
+    else:
+        trainer.fit(Net(), DataLoader(data(), batch_size=4))
+
+
+def test_a_validation_has_nothing_to_compare_and_goes_on(pool: RankPool) -> None:
+    pool.run(nothing_to_compare, 1, True, mode="trainer")
 
 
 def test_one_batch_of_one_size_is_refused(pool: RankPool) -> None:
@@ -295,6 +303,15 @@ def test_a_window_is_an_integer_that_counts_from_its_beginning() -> None:
     assert (window, window + 1, 9 / window, window * 2) == (3, 4, 3.0, 6)
     again = pickle.loads(pickle.dumps(window))
     assert (int(again), again.origin) == (3, 7)
+
+
+def test_loaders_that_are_made_within_a_window_keep_their_batch() -> None:
+    from lightning_megapar.data import TextDataModule
+
+    module = TextDataModule(global_batch_size=8)
+    strategy = SimpleNamespace(layout=SimpleNamespace(data=2), num_microbatches=2)
+    module.trainer = SimpleNamespace(strategy=strategy, accumulate_grad_batches=WindowLength(3, 1))  # type: ignore[assignment]
+    assert module.batch_plan.batch_per_rank == 4
 
 
 @pytest.mark.parametrize("drop_last", [True, False])

@@ -156,6 +156,8 @@ def test_given_timescales_in_every_unit() -> None:
 def test_a_decoupled_schedule_follows_itself_and_not_the_rate() -> None:
     used = run(DynamicWeightDecay(unit="steps", schedule="linear", floor=0.3), ramp=None, max_steps=8)
     assert products(used) == pytest.approx([0.05 * max(0.3, 1 - k / 8) for k in range(8)], rel=1e-12)
+    used = run(DynamicWeightDecay(unit="steps", schedule="linear"))  # by batches: windows begin after 0, 1, 2, 4 and 6
+    assert products(used) == pytest.approx([0.05 * (1 - done / 10) for done in (0, 1, 2, 4, 6)], rel=1e-12)
     used = run(DynamicWeightDecay(unit="steps", schedule=lambda progress: progress), ramp=None, max_steps=4)
     assert products(used) == pytest.approx([0.05 * k / 4 for k in range(4)], rel=1e-12)
 
