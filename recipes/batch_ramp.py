@@ -8,7 +8,8 @@ Three arms train on the same samples in the same order, over several seeds:
 
 In the ramps AdamW's rate follows the batch (NoiseScaleLR, exponent 0.5, equal to the fixed arm's at its batch). The
 table says how many samples and optimizer steps each arm needs to the fixed arm's final validation loss, seed by seed
-against its own, whichever way it goes.
+against its own, whichever way it goes. The fixed batch is well above the noise scale of so short a run: what a ramp
+saves in samples it pays in steps, and part of the gain is that of any smaller batch (--batch).
 
     python recipes/batch_ramp.py --out batch_ramp.svg
 """
