@@ -218,3 +218,18 @@ def _wrapped(loader: DataLoader, data_rank: int, data_size: int, seed: int) -> D
         loader.sampler, num_replicas=data_size, rank=data_rank, shuffle=False, seed=seed
     )
     return _update_dataloader(loader, wrapped)
+
+
+def forget_fetched_batch(trainer: Any) -> None:
+    """Have Lightning's loop in the state between two steps, for a checkpoint: the next batch is fetched, and not begun.
+
+    Lightning saves after a step or a validation. It would count the fetched batch: validations would come a step early,
+    and the last batch of an epoch would count as done. After a validation it counts a step for its loggers when it goes
+    on, because its own checkpoints were made before that was counted.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    progress.total.ready, progress.current.ready = progress.total.started, progress.current.started
+    progress.is_last_batch = False
+    if loop._should_check_val_fx(trainer.fit_loop._data_fetcher) and not loop._should_accumulate():
+        loop._batches_that_stepped -= 1

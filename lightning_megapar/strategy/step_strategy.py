@@ -24,7 +24,7 @@ from lightning_megapar.sharding.watch import PartsWatch
 from lightning_megapar.step.log import replay
 from lightning_megapar.step.stepper import StepContractError, StepResult
 from lightning_megapar.strategy.balance.rebalancer import BalanceEvent, Rebalancer, refuse_rebalance
-from lightning_megapar.strategy.loaders import prepare_loader, same_on_all_ranks
+from lightning_megapar.strategy.loaders import forget_fetched_batch, prepare_loader, same_on_all_ranks
 from lightning_megapar.strategy.precision_strategy import PrecisionStrategy
 from lightning_megapar.strategy.prepare import PreparedModule
 from lightning_megapar.strategy.state_strategy import unwrapped
@@ -390,24 +390,9 @@ class StepStrategy(PrecisionStrategy):
             directory = getattr(callback, "dirpath", None) or trainer.default_root_dir
             path = Path(directory) / f"preempted-step={trainer.global_step}.ckpt"
             if trainer.training:
-                _forget_fetched_batch(trainer)
+                forget_fetched_batch(trainer)
             trainer.save_checkpoint(path, weights_only=False)
             if self.is_global_zero:
                 print(f"stopped by a signal at step {trainer.global_step}; saved {path}", file=sys.stderr, flush=True)
         self._preemption.leave()
         raise SystemExit(EXIT_CODE)
-
-
-def _forget_fetched_batch(trainer: Any) -> None:
-    """Have Lightning's loop in the state between two steps, for a checkpoint: the next batch is fetched, and not begun.
-
-    Lightning saves after a step or a validation. It would count the fetched batch: validations would come a step early,
-    and the last batch of an epoch would count as done. After a validation it counts a step for its loggers when it goes
-    on, because its own checkpoints were made before that was counted.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    progress = loop.batch_progress
-    progress.total.ready, progress.current.ready = progress.total.started, progress.current.started
-    progress.is_last_batch = False
-    if loop._should_check_val_fx(trainer.fit_loop._data_fetcher) and not loop._should_accumulate():
-        loop._batches_that_stepped -= 1
