@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -117,6 +118,21 @@ def as_masters(module: nn.Module) -> nn.Module:
 def gathered_in() -> MixedPrecisionPolicy:
     """FSDP2's part: shards in float32, gathered parameters in bfloat16, gradients reduced in float32."""
     return MixedPrecisionPolicy(param_dtype=WORKING, reduce_dtype=MASTER, cast_forward_inputs=False)
+
+
+@dataclass(frozen=True)
+class HeldAs:
+    """What a module is between steps, where that is not what it is in them.
+
+    Args:
+        convert: makes a module so, in place.
+        working_dtype: of its floating parameters in a step.
+        gathered: the same for FSDP2.
+    """
+
+    convert: Callable[[nn.Module], nn.Module] = as_masters
+    working_dtype: torch.dtype = WORKING
+    gathered: MixedPrecisionPolicy = field(default_factory=gathered_in)
 
 
 def is_bfloat16_true(plugin: Any) -> bool:

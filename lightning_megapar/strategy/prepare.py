@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_megapar.checkpoint.hugging_face.reading import fill_module, plan_reading
 from lightning_megapar.config import ConfigError, Layout, ParallelConfig
@@ -37,6 +36,7 @@ from lightning_megapar.pipeline.cutting.stages import blocks_of, largest_stacks,
 from lightning_megapar.pipeline.cutting.survey import Survey, survey_module
 from lightning_megapar.pipeline.schedules import Schedule, placement_of
 from lightning_megapar.precision.fp8 import Fp8Layers, Fp8Options
+from lightning_megapar.precision.masters import HeldAs
 from lightning_megapar.schedule_names import AUTO, splits_backward
 from lightning_megapar.sharding.apply import shard_module
 from lightning_megapar.sharding.blueprint import Blueprint, record_blueprints
@@ -104,9 +104,7 @@ def prepare_module(
     seed: int,
     keep: Mapping[str, str] | None = None,
     convert: Callable[[nn.Module], nn.Module] = lambda m: m,
-    hold: Callable[[nn.Module], nn.Module] | None = None,
-    working_dtype: torch.dtype | None = None,
-    gathered: MixedPrecisionPolicy | None = None,
+    held_as: HeldAs | None = None,
     fp8: Fp8Options | None = None,
     runs: Callable[[nn.Module], Sequence[Run] | str] = lambda m: "there are no samples",
     load_from: Mapping[str | None, Path] | None = None,
@@ -125,9 +123,7 @@ def prepare_module(
         seed: of the initialisation of meta parameters that have no seed of their own.
         keep: the pipeline cut's placements where registration order guesses wrong.
         convert: the precision plugin's ``convert_module``.
-        hold: the same where a module is not held between steps as it is in them.
-        working_dtype: of floating parameters in a step, then.
-        gathered: the same for FSDP2.
+        held_as: what the module is between steps; by default what ``convert`` makes of it.
         fp8: which linear layers multiply in 8 bits.
         runs: of the module's own step on a few samples, for the chooser of a sharding plan, or why there are none.
         load_from, load_except: files that values come from; see
@@ -201,7 +197,7 @@ def prepare_module(
     initialise_by_name(module, seed, device=device, aliases=names.tied, blueprints=blueprints, loaded=loaded)
     fill_module(readings, local_state(module, names))
     module.to(device)
-    (hold or convert)(module)
+    (convert if held_as is None else held_as.convert)(module)
     _refuse_meta(module)
     streams = None
     if mesh.layout.world_size > 1:
@@ -218,7 +214,7 @@ def prepare_module(
             chunks,
             stage=config.zero_stage,
             offload=config.offload_optimizer,
-            mixed_precision=gathered,
+            mixed_precision=None if held_as is None else held_as.gathered,
         )
         managed = zero.parameter_ids()
         sharded = {
@@ -227,7 +223,7 @@ def prepare_module(
             if id(parameter) in managed
         }
     if cut is not None:
-        cut.working_dtype = working_dtype
+        cut.working_dtype = None if held_as is None else held_as.working_dtype
         cut.install_hooks()
     parameters, stages = recorded_parameters(module, names, mesh, sharded)
     return PreparedModule(
