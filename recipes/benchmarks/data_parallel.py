@@ -45,7 +45,6 @@ from strategy_overhead import StepEnds, Turns
 
 DDP, FSDP = "Lightning, DDPStrategy()", "FSDP2 by hand"
 STAGES = {f"MegaParStrategy(zero_stage={stage})": stage for stage in range(4)}
-NAMES = [DDP, FSDP, *STAGES]
 AIMS = {(next(iter(STAGES)), DDP): 1.0, (list(STAGES)[3], FSDP): 1.05}
 """Largest ratio of step times to aim at."""
 RANKS = 2
@@ -152,13 +151,19 @@ def means(losses: list[torch.Tensor]) -> list[float]:
     return (own / RANKS).tolist()
 
 
+def names_of(args: argparse.Namespace) -> list[str]:
+    """Who takes part, in the order of their turns."""
+    return [DDP, FSDP, *(name for name, stage in STAGES.items() if stage in args.stages)]
+
+
 def time_rank(args: argparse.Namespace) -> dict[str, Any]:
     """Step times of all contenders on this rank."""
-    contenders = Contenders(args, list(NAMES), args.rounds)
+    names = names_of(args)
+    contenders = Contenders(args, names, args.rounds)
     contenders.run()
     seconds = {name: contenders.turns.medians(values) for name, values in contenders.turns.seconds.items()}
-    losses = {name: means(contenders.losses[name]) for name in NAMES}
-    for name in NAMES:
+    losses = {name: means(contenders.losses[name]) for name in names}
+    for name in names:
         parted = max(abs(a - b) / abs(b) for a, b in zip(losses[name], losses[DDP]))
         if len(losses[name]) != contenders.steps or parted > 1e-3:
             raise RuntimeError(f"{name} did not train as DDP: {len(losses[name])} steps, losses differ by {parted:.1e}")
@@ -214,7 +219,7 @@ def on_ranks(args: argparse.Namespace, name: str = "") -> Any:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Median step times, their ratios to DDP and to raw FSDP2, and memory."""
     found = on_ranks(args)
-    turns = found["turns"]
+    turns, names = found["turns"], names_of(args)
 
     def ratio(over: str, under: str) -> dict[str, float]:
         each = [a / b for a, b in zip(turns[over], turns[under])]
@@ -223,11 +228,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
         "torch": torch.__version__,
-        "median_step_seconds": {name: statistics.median(turns[name]) for name in NAMES},
-        "ratios": {name: {peer: ratio(name, peer) for peer in (DDP, FSDP)} for name in NAMES},
+        "median_step_seconds": {name: statistics.median(turns[name]) for name in names},
+        "ratios": {name: {peer: ratio(name, peer) for peer in (DDP, FSDP)} for name in names},
         "last_losses": found["last_losses"],
-        "peak_bytes": {name: on_ranks(args, name) for name in NAMES} if args.memory else {},
-        "aims": [[name, peer, aim] for (name, peer), aim in AIMS.items()],
+        "peak_bytes": {name: on_ranks(args, name) for name in names} if args.memory else {},
+        "aims": [[name, peer, aim] for (name, peer), aim in AIMS.items() if name in names],
     }
 
 
@@ -246,7 +251,7 @@ def show(result: dict[str, Any]) -> Table:
     table.add_column("contender")
     for name in ("median step, ms", "to DDP", "to raw FSDP2", "peak MiB"):
         table.add_column(name, justify="right")
-    for name in NAMES:
+    for name in result["median_step_seconds"]:
         memory = result["peak_bytes"].get(name)
         table.add_row(
             name,
@@ -266,6 +271,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences per step and rank")
     parser.add_argument("--steps", type=int, default=5, help="steps in a turn; the first is not counted")
     parser.add_argument("--rounds", type=int, default=12, help="turns of each contender, after a first to warm up")
+    parser.add_argument("--stages", type=int, nargs="*", choices=range(4), default=[0, 1, 2, 3], help="of ZeRO")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="times only")
     parser.add_argument("--out", type=Path, default=None, help="write the figures to this JSON file")
     args = parser.parse_args(arguments)
