@@ -152,10 +152,9 @@ class GradientNoiseScale(Callback):
 
 def accumulates(trainer: Trainer) -> bool:
     """Whether windows have, or will have, more than one batch."""
-    from lightning_megapar.optim.ramp import BatchSizeRamp
-
-    kinds = (BatchSizeRamp, *in_any_tree("callbacks", "GradientAccumulationScheduler"))
-    return trainer.accumulate_grad_batches > 1 or any(isinstance(one, kinds) for one in _callbacks(trainer))
+    kinds = in_any_tree("callbacks", "GradientAccumulationScheduler")
+    changing = (getattr(one, "changes_accumulation", isinstance(one, kinds)) for one in _callbacks(trainer))
+    return trainer.accumulate_grad_batches > 1 or any(changing)
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

@@ -47,6 +47,9 @@ class BatchSizeRamp(Callback):
             sizes that it does not divide, with the nearest valid ones.
     """
 
+    changes_accumulation = True
+    """What :func:`~lightning_megapar.optim.noise_scale.accumulates` asks."""
+
     def __init__(
         self,
         schedule: Sequence[Sequence[int]] | None = None,

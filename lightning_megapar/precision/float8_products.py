@@ -13,15 +13,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_megapar.config import ConfigError
-
-if TYPE_CHECKING:
-    from lightning_megapar.precision.fp8 import Fp8Options
 
 
 @contextmanager
@@ -56,21 +53,22 @@ class Float8Products:
     """See :class:`~lightning_megapar.layers.products.Products`.
 
     Args:
-        options: the recipe, and whether to emulate.
+        recipe: ``"rowwise"`` or ``"tensorwise"``.
+        emulate: ``True``, ``False``, or ``"auto"`` for where the device has no 8-bit products.
         device: where products run.
 
     Raises:
         ConfigError: ``emulate=False`` on a device without 8-bit products.
     """
 
-    def __init__(self, options: Fp8Options, device: torch.device) -> None:
-        missing = _missing(options.recipe, device)
-        if options.emulate is False and missing:
+    def __init__(self, recipe: str, emulate: bool | str, device: torch.device) -> None:
+        missing = _missing(recipe, device)
+        if emulate is False and missing:
             raise ConfigError(f"fp8.emulate=False: {missing}; valid values: true, 'auto'")
-        self.recipe = options.recipe
-        self.emulate = bool(missing) if options.emulate == "auto" else bool(options.emulate)
+        self.recipe = recipe
+        self.emulate = bool(missing) if emulate == "auto" else bool(emulate)
         self.why = missing or "asked for"
-        self.config = replace(Float8LinearConfig.from_recipe_name(options.recipe), emulate=self.emulate)
+        self.config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=self.emulate)
         gemms = (
             self.config.gemm_config_output,
             self.config.gemm_config_grad_input,

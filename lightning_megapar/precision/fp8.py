@@ -150,7 +150,7 @@ class Fp8Layers:
                     hint = f"; did you mean {near!r}?" if near else ""
                     raise ConfigError(f"fp8.layers={pattern!r} names no linear layer of the module{hint}")
             names = tuple(name for name in linear if any(fnmatchcase(name, p) for p in options.layers))
-        return cls(options, names, Float8Products(options, device))
+        return cls(options, names, Float8Products(options.recipe, options.emulate, device))
 
     def connect(self, module: nn.Module) -> None:
         """Let the chosen layers of ``module`` multiply in 8 bits. Before they get a sharded forward."""

@@ -32,7 +32,7 @@ def test_products_are_torchao_s_bit_for_bit(recipe: str, dtype: torch.dtype) -> 
 
     from lightning_megapar.precision.float8_products import Float8Products
 
-    products = Float8Products(Fp8Options(recipe), torch.device("cpu"))
+    products = Float8Products(recipe, "auto", torch.device("cpu"))
     torch.manual_seed(0)
     x = torch.randn(3, 8, 32, dtype=dtype, requires_grad=True)
     weight = (torch.randn(48, 32, dtype=dtype) / 6).requires_grad_()
