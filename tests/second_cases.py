@@ -20,6 +20,23 @@ SECOND_CASES = {
         "test_measured_and_grown",
         "test_one_batch_of_one_size_is_refused",
     ],
+    "test_zero_stages.py": [
+        "test_every_schedule[3-1f1b]",
+        "test_without_a_pipeline[2-4]",
+        "test_without_a_pipeline[3-1]",
+        "test_optimizers[dp2-2]",
+        "test_optimizers[dp2-3]",
+        "test_replicas_and_host_memory[hybrid1]",
+        "test_replicas_and_host_memory[hybrid2_tp2]",
+        "test_replicas_and_host_memory[offload1]",
+        "test_checkpoints[offload]",
+    ],
+    "test_zero_costs.py": [
+        "test_collectives[dp2-2-Wide-2-options0]",
+        "test_bytes[0-Tied]",
+        "test_bytes[1-Tied]",
+        "test_bytes[2-Tied]",
+    ],
     "test_whole_zoo_on_ranks.py": [
         "test_kinds[pp2]",
     ],
