@@ -46,7 +46,7 @@ def test_unknown_argument(name: str, meant: str) -> None:
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0: expected a positive integer or 'auto'"),
         ({"pipeline_parallel_size": "two"}, "pipeline_parallel_size='two'"),
-        ({"zero_stage": 4}, "zero_stage=4 is not available; valid values: 0, 1"),
+        ({"zero_stage": 4}, "zero_stage=4 is none of ZeRO's; valid values: 0, 1, 2, 3"),
         ({"pipeline_schedule": "1f1"}, "did you mean '1f1b'"),
         ({"context_parallel_size": 2}, "context_parallel_size=2 is not available"),
         ({"sequence_parallel": "yes"}, "sequence_parallel='yes'"),
