@@ -142,7 +142,7 @@ def test_unknown_settings_come_in_one_list(
         ("model.hidden_size=0", "model: hidden_size=0: expected a positive integer"),
         ("model.position=rotary", "model: position='rotary' is not one of"),
         ("~model.num_layers", "model: "),
-        ("parallel.zero_stage=3", "zero_stage=3 is not available; valid values: 0, 1"),
+        ("parallel.zero_stage=4", "zero_stage=4 is none of ZeRO's; valid values: 0, 1, 2, 3"),
         ("trainer.precision=17", "'trainer.precision' is 17; expected 64 or 32 or 16 or"),
         ("trainer.accelerator=tpuu", "trainer: You selected an invalid accelerator name"),
         ("run_dir=taken", "run_dir=taken: it holds other files"),
