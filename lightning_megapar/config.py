@@ -202,9 +202,14 @@ class ParallelConfig:
                     f"zero_stage=1, 2 or 3, or {name}={default}"
                 )
         if self.data_parallel_size != "auto":
-            self._check_replicas(self.data_parallel_size)
+            self._check_shards(self.data_parallel_size)
 
-    def _check_replicas(self, data: int) -> None:
+    def _check_shards(self, data: int) -> None:
+        if self.offload_optimizer and data == 1:
+            raise ConfigError(
+                "offload_optimizer=True keeps the shards of several data ranks in host memory, but data_parallel_size "
+                "is 1; valid: data_parallel_size=2 or more, or offload_optimizer=false"
+            )
         if data % self.data_parallel_replicas:
             near = nearest(self.data_parallel_replicas, divisors(data))
             raise ConfigError(
@@ -322,7 +327,7 @@ class ParallelConfig:
             if chosen
             else "all degrees given"
         )
-        self._check_replicas(data)
+        self._check_shards(data)
         return Layout(pipeline=pipeline, data=data, tensor=tensor), reason
 
     def microbatches(self, layout: Layout) -> int:

@@ -246,6 +246,10 @@ def save_wide(path: str, options: dict[str, Any]) -> None:
         ({"data_parallel_replicas": 2}, "data_parallel_replicas=2 is for sharded data ranks, but zero_stage=0"),
         ({"offload_optimizer": True}, "offload_optimizer=True is for sharded data ranks, but zero_stage=0"),
         ({"offload_optimizer": 1, "zero_stage": 1}, "offload_optimizer=1: expected true or false"),
+        (
+            {"offload_optimizer": True, "zero_stage": 1, "data_parallel_size": 1},
+            "offload_optimizer=True keeps the shards of several data ranks .*data_parallel_size is 1",
+        ),
     ],
 )
 def test_settings_are_refused_by_name(settings: dict[str, Any], says: str) -> None:
