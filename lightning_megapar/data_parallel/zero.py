@@ -143,6 +143,7 @@ class ZeroUnits:
         Args:
             reduces: whether FSDP2's hooks reduce gradients; without, they stay where they are.
         """
+        self.settle()
         self._order.apply()
         for unit in self.units:
             switch(unit, reduces, unit in self.regathered)
@@ -164,8 +165,20 @@ class ZeroUnits:
                     parameter.grad = None
                 unit.reshard()
 
+    def settle(self) -> None:
+        """Before a step of any kind: drop what was gathered ahead and never called for.
+
+        A forward that leaves out a module which mostly follows (one of validation, or of somebody's hook) has started
+        its gather; weights may be others by the time of the next call.
+        """
+        for unit in self.units:
+            if any(group._all_gather_result is not None for group in _groups_of(unit._get_fsdp_state())):
+                unit.unshard()  # waits for the gather that runs, and starts none
+                unit.reshard()
+
     def reshard(self) -> None:
         """Let go of parameters that a forward without a backward left gathered (the module then shows its shards)."""
+        self.settle()
         for unit in self.units:
             unit.reshard()
 
@@ -227,9 +240,14 @@ def _share_communication(units: Sequence[FSDPModule]) -> None:
     for state in states:
         state._lazy_init()
         context = state._comm_ctx = states[0]._comm_ctx
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 knows one group alone
-        for group in groups if groups is not None else [state._fsdp_param_group]:
+        for group in _groups_of(state):
             group.comm_ctx = context
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """FSDP2's groups of parameters of a unit; torch 2.11 knows one alone."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [state._fsdp_param_group] if groups is None else groups
 
 
 def _accumulate_in(dtype: torch.dtype | None, unit: Any, _: Any) -> None:

@@ -40,6 +40,8 @@ class Evaluation(DataRankSteps):
         mark = self._fingerprint(batch, len(pieces), "evaluate")
         self._rehearse(kind, step, pieces, results)
         counting = len(pieces)
+        if self.zero is not None:
+            self.zero.settle()
         if self.zero is not None and self.zero.stage == 3 and self._counts_must_agree:
             pieces = self._filled_up(pieces, self._over_data_ranks(0, counting)[1])
         recorder = LogRecorder()

@@ -221,6 +221,32 @@ def save_wide(path: str, options: dict[str, Any]) -> None:
     trainer.save_checkpoint(path)
 
 
+class SkipsWhenEvaluating(Net):
+    """Its validation leaves out the blocks that mostly follow the first, whose gather has been started by then."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        inner = self.blocks[0](self.inp(batch[0]))
+        self.log("val_loss", nn.functional.cross_entropy(self.head(inner), batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        # Other weights between validation and the next step, as a swapped average is.
+        with torch.no_grad():
+            for parameter in self.parameters():
+                getattr(parameter, "_local_tensor", parameter).mul_(1.25)
+
+
+def skip_when_evaluating(layout: str) -> dict[str, Tensor]:
+    options = {"zero_stage": 3} if layout != hostile.PLAIN else {}
+    settings: dict[str, Any] = {"max_epochs": 3, "num_sanity_val_steps": 0}
+    result = hostile.fit(layout, SkipsWhenEvaluating, validate=True, options=options, **settings)
+    return result["weights"]  # type: ignore[no-any-return]
+
+
+def test_what_was_gathered_ahead_for_nothing_is_not_used_later(pool: RankPool) -> None:
+    mine = pool.run(skip_when_evaluating, 2, "dp2", mode="trainer")[0]
+    assert hostile.differences(mine, skip_when_evaluating(hostile.PLAIN)) == []
+
+
 # -- refusals
 
 
