@@ -41,11 +41,25 @@ _LOGGERS = (
     "lightning.fabric.utilities.rank_zero",
     "lightning.fabric.utilities.seed",
 )
+_IMPORTED_ALONG = re.compile(
+    r"Failed to load .*_C_\w+|Skipping import of cpp extensions|is an Enum subclass and is now natively"
+)
+"""What torchao, which transformers imports wherever it is installed, says about kernels that nobody has asked for."""
+
+
+class _WithoutImports(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not _IMPORTED_ALONG.search(record.getMessage())
+
+
+_IMPORTS = _WithoutImports()
 
 
 def quiet() -> None:
     """Drop the lines named above in this process and in those forked from it. Warnings of other sorts stay."""
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(_FILTER)
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).addFilter(_IMPORTS)
     for category, message, module in _WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
