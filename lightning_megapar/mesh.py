@@ -167,9 +167,26 @@ class ParallelMesh:
         return self.device_mesh[_HYBRID]
 
     @property
+    def shards(self) -> int:
+        """Data ranks that hold all shards together: all of them, unless replicas do."""
+        return self.size("data") // self.replicas
+
+    @property
+    def shard(self) -> int:
+        """Which of the shards this rank holds."""
+        return self.coordinate("data") % self.shards
+
+    @property
     def holds_first_shards(self) -> bool:
         """Whether this rank is of the first group of data ranks that holds all shards."""
-        return self.coordinate("data") < self.size("data") // self.replicas
+        return self.coordinate("data") < self.shards
+
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The data ranks that hold all shards together with this one; ``None`` where one does."""
+        mesh = self.sharding_mesh()
+        if mesh is None or self.shards == 1:
+            return None
+        return mesh.get_group(mesh.ndim - 1)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group of an axis, or ``None`` when the axis has size 1."""

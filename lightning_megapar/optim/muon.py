@@ -263,11 +263,11 @@ class _Whole:
         if shard is None and isinstance(parameter, DTensor):
             shard = _tensor_cut(record, parameter, mesh)
         cuts = []
-        if record.data_sharded and mesh.size("data") > 1:
+        if record.data_sharded and mesh.shards > 1:
             shape = shard.local_shape if shard is not None else tuple(parameter.shape)
             # FSDP2 cuts what a tensor rank holds along its first dimension, as torch.chunk does.
-            rows = IndexRuns.contiguous(shape[0], mesh.size("data"))
-            cuts.append(_Cut(ParameterShard(shape, 0, rows, mesh.coordinate("data")), mesh.group("data")))
+            rows = IndexRuns.contiguous(shape[0], mesh.shards)
+            cuts.append(_Cut(ParameterShard(shape, 0, rows, mesh.shard), mesh.shard_group()))
         if shard is not None:
             cuts.append(_Cut(shard, mesh.group("tensor")))
         return cls(tuple(cuts))

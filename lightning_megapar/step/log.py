@@ -286,7 +286,8 @@ class LogExchange:
             values = torch.stack([v.to(self.device, torch.float64) for v in entry.values])
             weights = torch.stack([torch.as_tensor(w, dtype=torch.float64, device=self.device) for w in entry.weights])
             if entry.reduction == "mean":
-                packet[at] = (values * weights).sum()
+                # What counts for nothing may be no number: a mean over no tokens.
+                packet[at] = torch.where(weights > 0, values * weights, 0.0).sum()
             else:
                 packet[at] = getattr(values, entry.reduction)()
             packet[at + 1] = weights.sum()

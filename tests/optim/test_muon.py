@@ -77,11 +77,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_parallel_size": 2}),
     "dp2_zero1": (2, {"data_parallel_size": 2, "zero_stage": 1}),
     "pp2": (2, {"pipeline_parallel_size": 2}),
+    "hybrid": (4, {"data_parallel_size": 4, "data_parallel_replicas": 2, "zero_stage": 3}),
     "dp2_tp2_zero1": (4, {"data_parallel_size": 2, "tensor_parallel_size": 2, "zero_stage": 1}),
 }
 
 
-@pytest.mark.parametrize("layout", [*list(LAYOUTS)[:3], pytest.param("dp2_tp2_zero1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout",
+    [*list(LAYOUTS)[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in ("hybrid", "dp2_tp2_zero1"))],
+)
 @pytest.mark.parametrize("style", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "tolerance"), [("double", 1e-9), pytest.param("single", 1e-5, marks=pytest.mark.slow)]
