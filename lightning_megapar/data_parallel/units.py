@@ -22,8 +22,8 @@ def units_of(module: nn.Module, blocks: Sequence[nn.Module], stage: int = 1) -> 
         stage: of ZeRO, for messages.
 
     Raises:
-        ConfigError: a parameter that a block shares with another block or with a module beside the stack, or that a
-            module beside it shares with one on the path.
+        ConfigError: a parameter without dimensions, one that a block shares with another block or with a module beside
+            the stack, or one that a module beside it shares with one on the path.
     """
     _refuse_tied_blocks(module, blocks, stage)
     inside = {id(m) for block in blocks for m in block.modules()}
@@ -49,10 +49,22 @@ def units_of(module: nn.Module, blocks: Sequence[nn.Module], stage: int = 1) -> 
         tied = [g for g in groups if any(p in parameters for member in g for p in member.parameters())]
         groups = [g for g in groups if g not in tied]
         groups.append([*(member for g in tied for member in g), child])
-    return [
+    units = [
         *((block,) for block in blocks if next(block.parameters(), None) is not None),
         *(tuple(group) for group in groups),
     ]
+    _refuse_scalars(module, units, stage)
+    return units
+
+
+def _refuse_scalars(module: nn.Module, units: Sequence[Sequence[nn.Module]], stage: int) -> None:
+    sharded = {id(p) for unit in units for part in unit for p in part.parameters()}
+    scalars = [name for name, p in module.named_parameters() if p.ndim == 0 and id(p) in sharded]
+    if scalars:
+        raise ConfigError(
+            f"zero_stage={stage}: {', '.join(map(repr, scalars[:3]))} has no dimension along which data ranks could "
+            "share it out. Valid values: zero_stage=0, or give it the shape (1,)"
+        )
 
 
 def _refuse_tied_to_the_path(child: nn.Module, path: str, on_path: Mapping[nn.Parameter, str], stage: int) -> None:

@@ -23,8 +23,8 @@ gathered to the end of the step at every stage. The gradient's divide factor is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -36,6 +36,22 @@ from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.units import units_of
 
 _CALLBACK = "_root_post_backward_final_callback"
+
+
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that ``module.compile()`` does not trace.
+
+    That compiles a module's call with its hooks, and what a traced hook notes would be lost.
+    """
+
+    @wraps(hook)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            hook_alone = torch._dynamo.disable(hook, recursive=True, reason="a hook of sharded units")
+            return hook_alone(*args, **kwargs)
+        return hook(*args, **kwargs)
+
+    return called
 
 
 class ZeroUnits:
@@ -111,6 +127,7 @@ class ZeroUnits:
                 self.regathered.add(unit)
             self.users.append(_users(owners, chunks))
 
+    @_untraced
     def _before_forward(self, unit: Any, _: Any) -> None:
         if not self._is_connected:
             self._is_connected = True
@@ -250,6 +267,7 @@ def _groups_of(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if groups is None else groups
 
 
+@_untraced
 def _accumulate_in(dtype: torch.dtype | None, unit: Any, _: Any) -> None:
     """Sum the gathered parameters' gradients in the reduction's dtype from the first microbatch on.
 
@@ -284,6 +302,7 @@ class _Together(nn.Module):
 def _gather_for(owners: Sequence[nn.Module], unit: nn.Module) -> None:
     """Gather ``unit`` before any part of ``owners`` that has parameters of its own is called."""
 
+    @_untraced
     def gather(*_: Any) -> None:
         unit()
 
@@ -312,10 +331,12 @@ def _keep_containers(unit: nn.Module) -> None:
     """
     given: list[tuple[dict[int, Any], dict[str, Any]]] = []
 
+    @_untraced
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positions = {index: value for index, value in enumerate(args) if isinstance(value, (list, dict))}
         given[:] = [(positions, {key: value for key, value in kwargs.items() if isinstance(value, (list, dict))})]
 
+    @_untraced
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         positions, named = given.pop()
         if not positions and not named:

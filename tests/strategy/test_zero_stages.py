@@ -247,6 +247,21 @@ def test_what_was_gathered_ahead_for_nothing_is_not_used_later(pool: RankPool) -
     assert hostile.differences(mine, skip_when_evaluating(hostile.PLAIN)) == []
 
 
+class CompiledInPlace(Net):
+    """``compile()`` compiles a block's call with the hooks of whoever shards it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks.children():
+            block.compile(backend="aot_eager")
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_blocks_compiled_in_place(pool: RankPool, stage: int) -> None:
+    mine = pool.run(hostile.fit, 2, "dp2", CompiledInPlace, max_epochs=1, options={"zero_stage": stage}, mode="trainer")
+    assert hostile.differences(mine[0]["weights"], hostile.fit(hostile.PLAIN, Net, max_epochs=1)["weights"]) == []
+
+
 # -- refusals
 
 

@@ -77,6 +77,15 @@ def test_a_module_around_the_blocks_and_one_beside_them() -> None:
         body.units()
 
 
+def test_a_parameter_without_dimensions_is_refused_by_name() -> None:
+    body = Body()
+    body.scale = nn.Parameter(torch.ones(()))  # of the module around the blocks: stays whole
+    body.units()
+    body.blocks[1].gain = nn.Parameter(torch.ones(()))
+    with pytest.raises(ConfigError, match=r"zero_stage=1: 'blocks.1.gain' has no dimension.*give it the shape \(1,\)"):
+        body.units()
+
+
 def test_other_ties_are_kept() -> None:
     body = Body()
     body.head.weight = body.inp.weight  # beside the stack: one unit of both
