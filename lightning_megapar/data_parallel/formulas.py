@@ -59,6 +59,7 @@ class StateBytes:
         gradients: whole ones or shards.
         optimizer: state of the optimizer.
         sums: under hybrid sharding what FSDP2 sends between replicas, which it keeps to the end of a step.
+        sent: the whole gradients of the unit that was reduced last, which FSDP2 keeps until the next reduction.
     """
 
     gathered: float
@@ -66,10 +67,11 @@ class StateBytes:
     gradients: float
     optimizer: float
     sums: float = 0.0
+    sent: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.gathered + self.shards + self.gradients + self.optimizer + self.sums
+        return self.gathered + self.shards + self.gradients + self.optimizer + self.sums + self.sent
 
 
 def state_bytes(
@@ -82,6 +84,7 @@ def state_bytes(
     compute_width: int | None = None,
     optimizer_width: int = 8,
     replicas: int = 1,
+    last_unit: float = 0,
 ) -> StateBytes:
     """Bytes of parameters, gradients and optimizer state on one rank.
 
@@ -103,6 +106,8 @@ def state_bytes(
         compute_width: ``c``, bytes of a gathered parameter; by default ``width``.
         optimizer_width: ``o``, bytes of optimizer state per parameter: 8 for Adam in float32, 4 for momentum.
         replicas: groups of ranks that each hold all shards; with more than one ``w P / N`` more at stages 2 and 3.
+        last_unit: number of parameters of the unit that a backward comes to last (the first one called), whose whole
+            gradients are kept for a while at stages 2 and 3.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage {stage} is none of ZeRO's: 0, 1, 2, 3")
@@ -113,4 +118,5 @@ def state_bytes(
         gradients=width * parameters / (ranks if stage >= 2 else 1),
         optimizer=optimizer_width * parameters / (ranks if stage >= 1 else 1),
         sums=width * parameters / ranks if stage >= 2 and replicas > 1 else 0,
+        sent=width * last_unit if stage >= 2 else 0,
     )
