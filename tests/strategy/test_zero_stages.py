@@ -119,12 +119,26 @@ def test_replicas_and_host_memory(pool: RankPool, world: int, options: dict[str,
 # -- evaluation and prediction
 
 
+class Running(nn.Module):
+    """A running mean, changed in place, beside a buffer that autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("scale", torch.full((16,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x * self.scale
+
+
 class Counts(Net):
     """Has a state that its steps change: a microbatch that only fills up must not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(16)
+        self.norm = Running()
         self.seen = 0
 
     def forward(self, x: Tensor) -> Tensor:
