@@ -44,6 +44,7 @@ _RECORDS = {
     ("pathlib", "WindowsPath"),
     ("pathlib._local", "PosixPath"),
     ("pathlib._local", "WindowsPath"),
+    ("builtins", "getattr"),  # by which Python 3.11.0 to 3.11.3 name the members of an enum; a record like the others
 }
 
 

@@ -20,6 +20,7 @@ from checkpoint.faults import everything, found, memory_directory, save, state
 from checkpoint.layouts import emptied, equal
 
 from lightning_megapar.checkpoint import CheckpointError, load_sharded, read_manifest
+from lightning_megapar.checkpoint.dcp_format import _Record, _RecordsOnly
 from lightning_megapar.checkpoint.manifest import MANIFEST, METADATA, REST
 from lightning_megapar.checkpoint.ranks import Ranks
 
@@ -286,3 +287,17 @@ def test_plain_dcp_directories_load_with_a_warning(room: Path) -> None:
     (room / "dcp" / "__0_0.distcp").rename(room / "moved")
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp is missing"):
         load_sharded(room / "dcp", held)
+
+
+class _ByName:
+    """A member of an enum as the first Pythons 3.11 pickle it."""
+
+    def __reduce__(self) -> Any:
+        from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+        return getattr, (_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+
+
+def test_metadata_may_name_members_of_an_enum() -> None:
+    found = _RecordsOnly(pickle.dumps(_ByName(), protocol=4)).load()
+    assert isinstance(found, _Record) and found.arguments[1] == "TORCH_CONTIGUOUS_FORMAT"  # nothing was looked up
