@@ -15,6 +15,7 @@ from lightning_megapar.config_errors import (
     divisors,
     nearest,
     nearest_name,
+    refuse_no_number,
     refuse_unknown,
     unknown_schedule,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "divisors",
     "nearest",
     "nearest_name",
+    "refuse_no_number",
     "refuse_unknown",
     "unknown_schedule",
 ]

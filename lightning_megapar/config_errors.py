@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -86,6 +87,13 @@ def refuse_unknown(owner: str, names: Iterable[str], valid: Iterable[str]) -> No
             lines.append(f"{owner}: unknown argument {name!r}" + (f"; did you mean {near!r}?" if near else ""))
     if lines:
         raise ConfigError("\n".join(lines) + f"\nValid arguments: {', '.join(valid)}")
+
+
+def refuse_no_number(name: str, value: object, above: float) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is a finite number above a bound."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
+        what = "a positive number" if above == 0 else f"a number above {above:g}"
+        raise ConfigError(f"{name}={value!r}: expected {what}, and a finite one")
 
 
 def divisors(number: int) -> list[int]:

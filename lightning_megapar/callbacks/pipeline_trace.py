@@ -30,8 +30,9 @@ class PipelineTrace(Callback):
     A step's events are every action of the schedule on every stage (with accumulation the microbatches of its batches
     are numbered on), and per stage, where it has them, kind ``"reduce"``: the sums of gradients over ranks with the
     wait for those ranks, and ``"optimizer"``: from ``on_before_optimizer_step`` of this callback to the end of the
-    optimizer's step, clipping included. Under ``zero_stage=1`` FSDP2 reduces inside a chunk's last backward, which then
-    contains it, and with schedules that split the backward behind a chunk's last action. Spans are those of the ranks
+    optimizer's step, clipping included. With shards over data ranks FSDP2 reduces inside a chunk's backwards, which
+    then contain it, and with schedules that split the backward behind a chunk's last action.
+    Spans are those of the ranks
     with data and tensor coordinate 0; a span contains the sending of its result, which the next stage can have a moment
     before the span ends. On a GPU each action ends with a wait for its work in the chosen steps, so that a span is not
     the time of a launch.

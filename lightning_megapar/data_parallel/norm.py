@@ -40,10 +40,10 @@ def counts_in_replica(record: LogicalParameter, mesh: ParallelMesh) -> bool:
 @torch.no_grad()
 def local_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Sum of the squares of all elements: 0-dim float64 on ``device``. Nothing is reduced over ranks."""
-    return _norms(gradients, 2.0, device).square().sum()
+    return local_norms(gradients, 2.0, device).square().sum()
 
 
-def _norms(gradients: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def local_norms(gradients: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The norm of each gradient: float64 on ``device``, in any order; none for empty ones.
 
     Gradients of half precision are summed in float32, whose range their squares would leave.
@@ -77,7 +77,7 @@ def gradient_norm(parameters: Sequence[LogicalParameter], mesh: ParallelMesh, no
         0-dim float64 tensor, where the ranks' group computes: ``(sum over all elements |g|^p)^(1/p)``.
     """
     here = (g for p in parameters if counts_here(p, mesh) and (g := p.local_gradient) is not None)
-    norms = _norms(here, norm_type, _device_of(parameters, mesh))
+    norms = local_norms(here, norm_type, _device_of(parameters, mesh))
     if math.isinf(norm_type):
         total = norms.max() if norms.numel() else norms.new_zeros(())
         if mesh.layout.world_size > 1:

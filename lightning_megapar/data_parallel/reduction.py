@@ -125,17 +125,18 @@ class ReduceEach:
     def before(self, chunk: int, is_last: bool) -> None:
         """See :class:`Reduction`."""
         if is_last and self._hooked:
-            for unit in self._zero.used_by(chunk):
-                unit.set_reshard_after_backward(self._lets_go(unit, {*self._complete, chunk}))
+            for unit, users in self._zero.used_by(chunk):
+                unit.set_reshard_after_backward(self._lets_go(unit, users, {*self._complete, chunk}))
 
     def after(self, chunk: int, is_last: bool) -> bool:
         """See :class:`Reduction`."""
         if is_last:
             self._complete.add(chunk)
-        for unit in self._zero.used_by(chunk):
-            if self._hooked and self._is_through(unit):
+        for unit, users in self._zero.used_by(chunk):
+            goes = self._lets_go(unit, users, self._complete)
+            if self._hooked and self._is_through(unit, goes):
                 continue
-            switch(unit, True, self._lets_go(unit, self._complete))
+            switch(unit, True, goes)
             end_backward(unit)
             unit.set_requires_gradient_sync(self._hooked)
         return not self._hooked
@@ -144,20 +145,17 @@ class ReduceEach:
         """See :class:`Reduction`."""
         _wait(self._zero, reshards=self._zero.stage == 3 or self._ends_window)
 
-    def _lets_go(self, unit: FSDPModule, complete: Collection[int]) -> bool:
+    def _lets_go(self, unit: FSDPModule, users: frozenset[int], complete: Collection[int]) -> bool:
         """Whether a unit's parameters go after a backward, once these chunks are complete."""
         if unit in self._zero.regathered:
             return True
-        users = self._zero.users[self._zero.units.index(unit)]
         return (self._ends_window or self._zero.stage == 3) and users.issubset(complete)
 
-    def _is_through(self, unit: FSDPModule) -> bool:
+    def _is_through(self, unit: FSDPModule, goes: bool) -> bool:
         """Whether FSDP2's hooks have left nothing to do. Asking it once more would wait for the sum that runs."""
         if self._zero.is_sharded(unit):
             return True
-        if self._lets_go(unit, self._complete):
-            return False
-        return all(p.grad is None for p in unit.parameters())  # type: ignore[attr-defined]
+        return not goes and all(p.grad is None for p in unit.parameters())  # type: ignore[attr-defined]
 
 
 def _wait(zero: ZeroUnits, reshards: bool) -> None:

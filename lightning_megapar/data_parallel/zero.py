@@ -144,11 +144,14 @@ class ZeroUnits:
         """Whether a unit is known to have let go of gathered parameters."""
         return next(unit.parameters()) is self._shards[unit]  # type: ignore[attr-defined]
 
-    def used_by(self, chunk: int) -> Iterator[FSDPModule]:
-        """Units that have been called and can get gradients from a chunk's backward, in one order on all ranks."""
+    def used_by(self, chunk: int) -> Iterator[tuple[FSDPModule, frozenset[int]]]:
+        """Units that have been called and can get gradients from a chunk's backward, in one order on all ranks.
+
+        With each all the chunks from which it can.
+        """
         for unit, users in zip(self.units, self.users):
             if unit in self.called and chunk in users:
-                yield unit
+                yield unit, users
 
     def begin_forward(self) -> None:
         """A microbatch is about to run through a chunk: what it calls first is not prefetched by what ran before."""
@@ -160,7 +163,6 @@ class ZeroUnits:
         Args:
             reduces: whether FSDP2's hooks reduce gradients; without, they stay where they are.
         """
-        self.settle()
         self._order.apply()
         for unit in self.units:
             switch(unit, reduces, unit in self.regathered)

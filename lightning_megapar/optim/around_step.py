@@ -5,7 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
+
+
+class StepSetting(Callback):
+    """A callback that changes a setting around each optimizer step, from :meth:`change` to the end of the fit."""
+
+    _around: AroundStep | None = None
+
+    def change(self, trainer: Trainer, setting: str, value: Callable[[int, int, dict[str, Any]], Any]) -> None:
+        """Begin; see :class:`AroundStep` for the arguments."""
+        self._around = AroundStep(trainer.optimizers, setting, value)
+
+    def leave(self) -> None:
+        """End; a subclass forgets here what belongs to a fit."""
+        if self._around is not None:
+            self._around.remove()
+        self._around = None
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.leave()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.leave()
 
 
 class AroundStep:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_megapar.config import ConfigError
+from lightning_megapar.config import ConfigError, nearest_name, refuse_unknown
 from lightning_megapar.data_parallel.parameters import LogicalParameter, local_tensor
 from lightning_megapar.mesh import ParallelMesh, all_gather_single
 from lightning_megapar.shards import IndexRuns, ParameterShard
@@ -70,32 +70,28 @@ class Muon(torch.optim.Optimizer):
         adam_eps: float = 1e-8,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
-            if not value >= 0:
-                raise ConfigError(f"Muon {name}={value!r}: expected at least 0")
-        if adjust_lr_fn not in (None, *ADJUSTMENTS):
-            raise ConfigError(f"Muon adjust_lr_fn={adjust_lr_fn!r}: expected None, {', '.join(ADJUSTMENTS)}")
-        if not 1 <= ns_steps < 100:
-            raise ConfigError(f"Muon ns_steps={ns_steps!r}: expected 1 to 99")
-        if not dtype.is_floating_point:
-            raise ConfigError(f"Muon dtype={dtype}: expected a floating-point type")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ConfigError(f"Muon dtype={dtype!r}: expected a floating-point type, such as torch.bfloat16")
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
             "momentum": momentum,
             "nesterov": nesterov,
-            "ns_coefficients": tuple(ns_coefficients),
+            "ns_coefficients": ns_coefficients,
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "adamw": False,
-            "betas": tuple(betas),
+            "betas": betas,
             "adam_eps": adam_eps,
         }
+        known = (*defaults, "params", "param_names", "initial_lr", "max_lr", "min_lr")
         super().__init__(params, defaults)
         self.dtype = dtype
         self._wholes: dict[int, _Whole] = {}
         for index, group in enumerate(self.param_groups):
+            refuse_unknown(f"Muon, group {index}", map(str, group), known)
+            _check_group(group)
             for number, p in enumerate(group["params"]):
                 if not group["adamw"] and p.ndim != 2:
                     names: Any = group.get("param_names")
@@ -199,6 +195,37 @@ class Muon(torch.optim.Optimizer):
         square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         size = (square.sqrt() / (1 - second**step) ** 0.5).add_(group["adam_eps"])
         piece.addcdiv_(mean, size, value=-lr / (1 - first**step))
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Refuse values of a group, its own or the defaults, that no step can use.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool) and math.isfinite(value)
+
+    for name in ("lr", "weight_decay", "eps", "adam_eps"):
+        if not is_number(group[name]) or group[name] < 0:
+            raise ConfigError(f"Muon {name}={group[name]!r}: expected at least 0, and a finite number")
+    for name, numbers in (("momentum", [group["momentum"]]), ("betas", group["betas"])):
+        if (name == "betas" and len(numbers) != 2) or not all(is_number(one) and 0 <= one < 1 for one in numbers):
+            count = "two numbers" if name == "betas" else "a number"
+            raise ConfigError(f"Muon {name}={group[name]!r}: expected {count} from 0 to below 1")
+    if len(group["ns_coefficients"]) != 3 or not all(map(is_number, group["ns_coefficients"])):
+        raise ConfigError(f"Muon ns_coefficients={group['ns_coefficients']!r}: expected three numbers")
+    steps = group["ns_steps"]
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps < 100:
+        raise ConfigError(f"Muon ns_steps={steps!r}: expected 1 to 99, a whole number")
+    for name in ("nesterov", "adamw"):
+        if not isinstance(group[name], bool):
+            raise ConfigError(f"Muon {name}={group[name]!r}: expected True or False")
+    if group["adjust_lr_fn"] not in (None, *ADJUSTMENTS):
+        near = nearest_name(str(group["adjust_lr_fn"]), ADJUSTMENTS)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise ConfigError(f"Muon adjust_lr_fn={group['adjust_lr_fn']!r}: expected None, {', '.join(ADJUSTMENTS)}{hint}")
 
 
 def orthogonal(

@@ -65,6 +65,8 @@ class RunningMoments:
     """
 
     def __init__(self, decay: float = 0.99) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, int | float):
+            raise ConfigError(f"decay={decay!r}: expected a number, 0 <= decay < 1")
         if not 0.0 <= decay < 1.0:
             raise ConfigError(f"decay={decay!r}: expected 0 <= decay < 1 (nearest valid: {0.0 if decay < 0 else 0.99})")
         self.decay = decay

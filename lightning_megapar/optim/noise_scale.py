@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-from lightning_megapar.config import ConfigError
+from lightning_megapar.config import ConfigError, nearest_name
 from lightning_megapar.optim.noise import RunningMoments, moments
 from lightning_megapar.optim.observer import SOURCES, NoiseObserver
 from lightning_megapar.trees import in_any_tree
@@ -35,10 +35,12 @@ class GradientNoiseScale(Callback):
     """
 
     def __init__(self, every_n_steps: int = 1, decay: float = 0.99, source: str = "auto") -> None:
-        if not isinstance(every_n_steps, int) or every_n_steps < 1:
+        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
             raise ConfigError(f"GradientNoiseScale every_n_steps={every_n_steps!r}: expected an integer >= 1")
         if source not in ("auto", *SOURCES):
-            raise ConfigError(f"GradientNoiseScale source={source!r}: expected auto, {', '.join(SOURCES)}")
+            near = nearest_name(str(source), ("auto", *SOURCES))
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise ConfigError(f"GradientNoiseScale source={source!r}: expected auto, {', '.join(SOURCES)}{hint}")
         self.every_n_steps = every_n_steps
         self.source = source
         self.running = RunningMoments(decay)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_megapar.batches import batch_size_of
-from lightning_megapar.config import ConfigError
+from lightning_megapar.config import ConfigError, refuse_no_number
 from lightning_megapar.data.batch import WindowLength
 from lightning_megapar.data.module import data_size
 from lightning_megapar.optim.batch_schedule import BatchSchedule, refuse_indivisible
@@ -74,16 +74,20 @@ class BatchSizeRamp(Callback):
                 "BatchSizeRamp schedule: its pairs say where it starts and ends; start and max_batch_size "
                 "are of rampup and noise_ratio"
             )
-        if noise_ratio is not None and not noise_ratio > 0:
-            raise ConfigError(f"BatchSizeRamp noise_ratio={noise_ratio!r}: expected a positive number")
-        if not growth > 1 or not isinstance(hold, int) or hold < 1:
-            raise ConfigError(
-                f"BatchSizeRamp growth={growth!r}, hold={hold!r}: expected a factor above 1 and at least 1 step"
-            )
+        for name, value in (("start", start), ("max_batch_size", max_batch_size), ("hold", hold)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"BatchSizeRamp {name}={value!r}: expected a whole number, at least 1")
+        if noise_ratio is not None:
+            refuse_no_number("BatchSizeRamp noise_ratio", noise_ratio, above=0)
+        refuse_no_number("BatchSizeRamp growth", growth, above=1)
         if start is not None and max_batch_size is not None and not 1 <= start <= max_batch_size:
             raise ConfigError(f"BatchSizeRamp start={start}: expected 1 to max_batch_size={max_batch_size}")
         self.plan: BatchSchedule | None = None
         if schedule is not None:
+            if not all(isinstance(pair, Sequence) for pair in schedule):
+                raise ConfigError(
+                    f"BatchSizeRamp schedule={list(schedule)}: expected pairs of consumed samples and a batch size"
+                )
             self.plan = BatchSchedule(tuple(tuple(pair) for pair in schedule))  # type: ignore[misc]
         elif rampup is not None:
             if len(rampup) != 3:

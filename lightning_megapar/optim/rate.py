@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch.optim import ASGD, SGD, Optimizer
 
-from lightning_megapar.config import ConfigError
+from lightning_megapar.config import ConfigError, refuse_no_number
 from lightning_megapar.data.module import data_size
-from lightning_megapar.optim.around_step import AroundStep
+from lightning_megapar.optim.around_step import StepSetting
 from lightning_megapar.optim.noise import rate_factor
 from lightning_megapar.optim.noise_scale import GradientNoiseScale, noise_of
 from lightning_megapar.optim.window import batch_per_rank
 
 
-class NoiseScaleLR(Callback):
+class NoiseScaleLR(StepSetting):
     """Multiplies every group's rate, for the step alone, by ``(1 + B_noise / B) ** -exponent``; logs ``lr_factor``.
 
     ``B`` is the batch of the optimizer step, whatever a :class:`~lightning_megapar.optim.ramp.BatchSizeRamp` or the
@@ -42,12 +42,14 @@ class NoiseScaleLR(Callback):
         reference_batch_size: float | None = None,
         noise_scale: float | None = None,
     ) -> None:
+        if exponent is not None:
+            refuse_no_number("NoiseScaleLR exponent", exponent, above=0)
         if exponent is not None and not 0.5 <= exponent <= 1.0:
             near = 0.5 if exponent < 0.5 else 1.0
             raise ConfigError(f"NoiseScaleLR exponent={exponent!r}: expected 0.5 to 1 (nearest valid: {near})")
         for name, value in (("reference_batch_size", reference_batch_size), ("noise_scale", noise_scale)):
-            if value is not None and not value > 0:
-                raise ConfigError(f"NoiseScaleLR {name}={value!r}: expected a positive number of samples")
+            if value is not None:
+                refuse_no_number(f"NoiseScaleLR {name}", value, above=0)
         if reference_batch_size is None and noise_scale is None:
             raise ConfigError(
                 "NoiseScaleLR does not know the noise before it is measured, and a rate for a batch without noise "
@@ -60,7 +62,6 @@ class NoiseScaleLR(Callback):
         self.factor = 1.0
         """Of the latest step."""
         self._noise: GradientNoiseScale | None = None
-        self._around: AroundStep | None = None
         self._trainer: Trainer | None = None
         self._per_rank = 1.0
 
@@ -80,7 +81,7 @@ class NoiseScaleLR(Callback):
             self.factor = self._factor(exponents[index])
             return group["lr"] * self.factor
 
-        self._around = AroundStep(trainer.optimizers, "lr", rate)
+        self.change(trainer, "lr", rate)
 
     def _exponent_of(self, optimizer: Optimizer) -> float:
         plain = isinstance(optimizer, SGD | ASGD)
@@ -113,13 +114,6 @@ class NoiseScaleLR(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         pl_module.log("lr_factor", self.factor)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._leave()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._around is not None:
-            self._around.remove()
-        self._around = self._trainer = None
+    def leave(self) -> None:
+        super().leave()
+        self._trainer = None

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data.module import data_size
-from lightning_megapar.optim.around_step import AroundStep
+from lightning_megapar.optim.around_step import StepSetting
 from lightning_megapar.optim.window import batch_per_rank, summed
 
 UNITS = ("samples", "epochs", "steps")
@@ -24,7 +24,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 """Multipliers of the decay by the run's progress, from 0 to 1."""
 
 
-class DynamicWeightDecay(Callback):
+class DynamicWeightDecay(StepSetting):
     """Sets every group's ``weight_decay``, for the step alone, so that weights forget at a pace of its own.
 
     AdamW multiplies weights by ``1 - lr * wd`` in a step: they are an exponential mean of updates over
@@ -75,7 +75,6 @@ class DynamicWeightDecay(Callback):
         self.schedule = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
         self.floor = floor
         self._is_constant = schedule == "constant"
-        self._around: AroundStep | None = None
         self._trainer: Trainer | None = None
         self._samples = 1.0
         self._epoch_samples = 1
@@ -96,7 +95,7 @@ class DynamicWeightDecay(Callback):
         if self.unit == "epochs":
             self._epoch_samples = _epoch_samples(trainer)
         # After on_fit_start, where NoiseScaleLR makes its hooks: the rate that it sets is the one that counts.
-        self._around = AroundStep(trainer.optimizers, "weight_decay", self._decay)
+        self.change(trainer, "weight_decay", self._decay)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         per_rank = batch_per_rank(trainer, batch)
@@ -129,16 +128,9 @@ class DynamicWeightDecay(Callback):
             pl_module.log("weight_decay", self._latest)
             self._latest = None
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._leave()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._around is not None:
-            self._around.remove()
-        self._around = self._trainer = None
+    def leave(self) -> None:
+        super().leave()
+        self._trainer = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"reference": self._reference}

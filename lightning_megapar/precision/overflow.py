@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megapar.data_parallel.norm import local_norms
 from lightning_megapar.data_parallel.parameters import LogicalParameter
 from lightning_megapar.mesh import ParallelMesh
 
@@ -24,12 +25,9 @@ def overflowed(parameters: Sequence[LogicalParameter], mesh: ParallelMesh, devic
         mesh: the ranks.
         device: of the flag.
     """
-    gradients = [g for p in parameters if (g := p.local_gradient) is not None and g.numel()]
-    flag = torch.zeros((), device=device)
-    if gradients:
-        # The largest magnitude is infinite or NaN exactly when one element is; nothing is written.
-        largest = torch.stack([norm.to(device, torch.float32) for norm in torch._foreach_norm(gradients, math.inf)])
-        flag = (~torch.isfinite(largest)).any().float()
+    # The largest magnitude is infinite or NaN exactly when one element is; nothing is written.
+    largest = local_norms((g for p in parameters if (g := p.local_gradient) is not None), math.inf, device)
+    flag = (~torch.isfinite(largest)).any().float()
     if mesh.layout.world_size > 1:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag)

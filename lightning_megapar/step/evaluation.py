@@ -36,13 +36,13 @@ class Evaluation(DataRankSteps):
         Returns:
             the microbatches' outputs joined; without ``share`` on the last stage only, ``None`` elsewhere.
         """
+        if self.zero is not None:
+            self.zero.settle()
         pieces = split_batch(batch, self.num_microbatches, nominal)
         mark = self._fingerprint(batch, len(pieces), "evaluate")
         self._rehearse(kind, step, pieces, results)
         counting = len(pieces)
-        if self.zero is not None:
-            self.zero.settle()
-        if self.zero is not None and self.zero.stage == 3 and self._counts_must_agree:
+        if self.zero is not None and self.zero.stage == 3 and self.num_microbatches > 1:
             pieces = self._filled_up(pieces, self._over_data_ranks(0, counting)[1])
         recorder = LogRecorder()
         outputs: list[Any] = []

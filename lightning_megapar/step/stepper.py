@@ -96,6 +96,8 @@ class Stepper(Evaluation):
         Raises:
             StepContractError: a loss without gradient, a ``None`` loss, ``num_valid_tokens`` on some microbatches only.
         """
+        if self.zero is not None:
+            self.zero.settle()
         pieces = split_batch(batch, self.num_microbatches, nominal)
         mark = self._fingerprint(batch, len(pieces), "train")
         samples = sum(count for _, count in pieces)

@@ -28,7 +28,7 @@ class LabelCount:
     """Counts the labels that a loss does not leave out.
 
     Args:
-        labels: their key in the batch; a number for batches that are tuples or lists.
+        labels: their key in the batch; a number, from 0, for batches that are tuples or lists.
         ignore_index: value of labels that do not count, as in torch's ``cross_entropy``.
         shift: the model shifts labels itself, so that the first of each sequence is no target (transformers' causal
             language models do).
@@ -42,7 +42,9 @@ class LabelCount:
     shift: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.labels, bool) or not isinstance(self.labels, (str, int)):
+        named = isinstance(self.labels, str) and self.labels != ""
+        numbered = isinstance(self.labels, int) and not isinstance(self.labels, bool) and self.labels >= 0
+        if not named and not numbered:
             raise ConfigError(f"count_tokens: labels={self.labels!r}: expected the key or the position in the batch")
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
             raise ConfigError(f"count_tokens: ignore_index={self.ignore_index!r}: expected an integer")

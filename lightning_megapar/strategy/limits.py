@@ -26,7 +26,7 @@ def why_split(prepared: PreparedModule) -> str | None:
     if prepared.cut is not None:
         return f"pipeline_parallel_size={prepared.layout.pipeline}"
     if prepared.zero is not None:
-        return "zero_stage=1"
+        return f"zero_stage={prepared.config.zero_stage}"
     if any(_is_piece(record) for record in prepared.parameters):
         return f"tensor_parallel_size={prepared.layout.tensor}"
     return None
@@ -101,7 +101,7 @@ def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer], prepared: Pre
             raise ConfigError(
                 f"{whole[known.lower()]} {WHOLE_TENSORS[known]}, of which a rank holds only pieces under {setting}; "
                 f"use {'lightning_megapar.optim.Muon' if known == 'Muon' else 'another optimizer'}, or neither tensor "
-                "parallelism nor zero_stage=1"
+                "parallelism nor shards over data ranks (zero_stage=0)"
             )
         if setting is not None and isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import parity
@@ -152,6 +153,22 @@ def test_groups_of_a_module() -> None:
         ({"adjust_lr_fn": "other"}, "expected None, original, match_rms_adamw"),
         ({"ns_steps": 100}, "ns_steps=100: expected 1 to 99"),
         ({"dtype": torch.int64}, "expected a floating-point type"),
+        ({"dtype": "bf16"}, "dtype='bf16': expected a floating-point type"),
+        ({"lr": math.inf}, "lr=inf: expected at least 0"),
+        ({"eps": -1}, "eps=-1: expected at least 0"),
+        ({"momentum": 1.5}, "momentum=1.5: expected a number from 0 to below 1"),
+        ({"betas": (0.9,)}, r"betas=\(0.9,\): expected two numbers"),
+        ({"betas": (1.0, 2.0)}, "expected two numbers from 0 to below 1"),
+        ({"ns_steps": 2.5}, "ns_steps=2.5: expected 1 to 99"),
+        ({"ns_steps": True}, "ns_steps=True: expected 1 to 99"),
+        ({"ns_coefficients": (1, 2)}, "expected three numbers"),
+        ({"params": [{"params": [nn.Parameter(torch.ones(3, 3))], "nesterv": True}]}, "did you mean 'nesterov'"),
+        ({"params": [{"params": [nn.Parameter(torch.ones(3, 3))], "lr": -3}]}, "lr=-3: expected at least 0"),
+        ({"params": [{"params": [nn.Parameter(torch.ones(3, 3))], "adamw": 1}]}, "adamw=1: expected True or False"),
+        (
+            {"params": [{"params": [nn.Parameter(torch.ones(3, 3))], "adjust_lr_fn": "orginal"}]},
+            "did you mean 'original'",
+        ),
         ({"params": [nn.Parameter(torch.ones(3))]}, r"parameter 0 of group 0 has the shape \(3,\)"),
         ({"params": [("experts", nn.Parameter(torch.ones(2, 3, 3)))]}, r"experts of group 0 has the shape \(2, 3, 3\)"),
     ],

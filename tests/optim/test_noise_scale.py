@@ -13,6 +13,9 @@ from pool import RankPool
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_megapar.config import ConfigError
+from lightning_megapar.optim import GradientNoiseScale
+
 DP2, TP2, PP2 = {"data_parallel_size": 2}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 Windows = list[list[list[int]]]
 
@@ -127,7 +130,6 @@ def exact_noise_scale() -> tuple[float, float]:
 
 def known(world: int, options: dict[str, Any], per_rank: int, accumulate: int, root: str) -> list[float]:
     from lightning_megapar import MegaParStrategy
-    from lightning_megapar.optim import GradientNoiseScale
 
     noise = GradientNoiseScale(decay=0.998)
     trainer = Trainer(
@@ -150,3 +152,17 @@ def test_within_a_tenth_of_the_exact_value(pool: RankPool, tmp_path: Any, layout
     }[layout]
     for found in pool.run(known, world, world, options, per_rank, accumulate, str(tmp_path), mode="trainer"):
         assert found == pytest.approx([trace / grad_sq, grad_sq, trace], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every_n_steps": True}, "every_n_steps=True: expected an integer"),
+        ({"source": "dat"}, "source='dat': expected auto, .*did you mean 'data'"),
+        ({"decay": "x"}, "decay='x': expected a number"),
+        ({"decay": 1.0}, "decay=1.0: expected 0 <= decay < 1"),
+    ],
+)
+def test_refused_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GradientNoiseScale(**options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from itertools import chain
 from pathlib import Path
@@ -199,7 +200,17 @@ def test_plain_lightning_refuses_too() -> None:
         ({"schedule": [[0, 4]], "start": 4}, "start and max_batch_size are of"),
         ({"noise_ratio": 0.0, "max_batch_size": 8}, "expected a positive number"),
         ({"noise_ratio": 1.0, "max_batch_size": 8, "start": 16}, "expected 1 to max_batch_size=8"),
-        ({"noise_ratio": 1.0, "max_batch_size": 8, "growth": 1.0}, "a factor above 1"),
+        ({"noise_ratio": 1.0, "max_batch_size": 8, "growth": 1.0}, "growth=1.0: expected a number above 1"),
+        (
+            {"noise_ratio": 1.0, "max_batch_size": 8, "growth": math.inf},
+            "growth=inf: expected a number above 1, and a f",
+        ),
+        ({"noise_ratio": "x", "max_batch_size": 8}, "noise_ratio='x': expected a positive number"),
+        ({"noise_ratio": 1.0, "max_batch_size": 0}, "max_batch_size=0: expected a whole number"),
+        ({"noise_ratio": 1.0, "max_batch_size": 8.5}, "max_batch_size=8.5: expected a whole number"),
+        ({"noise_ratio": 1.0, "max_batch_size": 8, "start": 2.5}, "start=2.5: expected a whole number"),
+        ({"noise_ratio": 1.0, "max_batch_size": 8, "hold": 0}, "hold=0: expected a whole number"),
+        ({"schedule": [0, 4]}, "expected pairs"),
     ],
 )
 def test_refused_values(options: dict[str, Any], message: str) -> None:

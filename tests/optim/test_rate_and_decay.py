@@ -113,6 +113,9 @@ def test_sgd_has_the_exponent_one() -> None:
         ({"exponent": 1.1, "noise_scale": 1.0}, r"nearest valid: 1.0"),
         ({"noise_scale": 0.0}, "noise_scale=0.0: expected a positive number"),
         ({"reference_batch_size": -1}, "reference_batch_size=-1: expected a positive number"),
+        ({"reference_batch_size": "16"}, "reference_batch_size='16': expected a positive number"),
+        ({"reference_batch_size": True}, "reference_batch_size=True: expected a positive number"),
+        ({"exponent": "x", "noise_scale": 1.0}, "exponent='x': expected a positive number"),
     ],
 )
 def test_refused_rates(options: dict[str, Any], message: str) -> None:

@@ -117,6 +117,8 @@ def test_counting() -> None:
         ({"labels": None}, "labels=None: expected the key"),
         ({"shift": 1}, "shift=1: expected true or false"),
         ({"ignore_index": 0.5}, "ignore_index=0.5: expected an integer"),
+        ("", "labels='': expected the key"),
+        (-1, "labels=-1: expected the key"),
         (0.5, "count_tokens=0.5: expected the key of the labels"),
     ):
         with pytest.raises(ConfigError, match=says):
