@@ -36,12 +36,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
-from lightning_megapar.models.gpt import GPTConfig
 from lightning_megapar.models.language_model import LanguageModel, OptimizerConfig
 from lightning_megapar.strategy import MegaParStrategy
 
 sys.path.insert(0, str(Path(__file__).parent))
-from strategy_overhead import StepEnds, Turns
+from turns import StepEnds, Turns, add_sizes, gpt_of, ratio_of, refuse_sizes
 
 DDP, FSDP = "Lightning, DDPStrategy()", "FSDP2 by hand"
 STAGES = {f"MegaParStrategy(zero_stage={stage})": stage for stage in range(4)}
@@ -60,13 +59,7 @@ class Contenders:
 
     def __init__(self, args: argparse.Namespace, names: list[str], rounds: int) -> None:
         self.args = args
-        self.config = GPTConfig.gpt2(
-            vocab_size=257,
-            num_layers=args.layers,
-            num_heads=args.heads,
-            hidden_size=args.width,
-            max_sequence_length=args.sequence,
-        )
+        self.config = gpt_of(args)
         self.optimizer = OptimizerConfig(lr=1e-3, schedule="constant")
         self.steps = (rounds + 1) * args.steps
         generator = torch.Generator().manual_seed(0)
@@ -221,15 +214,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     found = on_ranks(args)
     turns, names = found["turns"], names_of(args)
 
-    def ratio(over: str, under: str) -> dict[str, float]:
-        each = [a / b for a, b in zip(turns[over], turns[under])]
-        return {"median": statistics.median(each), "lowest": min(each), "highest": max(each)}
-
     return {
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
         "torch": torch.__version__,
         "median_step_seconds": {name: statistics.median(turns[name]) for name in names},
-        "ratios": {name: {peer: ratio(name, peer) for peer in (DDP, FSDP)} for name in names},
+        "ratios": {name: {peer: ratio_of(turns[name], turns[peer]) for peer in (DDP, FSDP)} for name in names},
         "last_losses": found["last_losses"],
         "peak_bytes": {name: on_ranks(args, name) for name in names} if args.memory else {},
         "aims": [[name, peer, aim] for (name, peer), aim in AIMS.items() if name in names],
@@ -264,22 +253,12 @@ def show(result: dict[str, Any]) -> Table:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=192)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=128, help="tokens per sequence")
-    parser.add_argument("--batch", type=int, default=8, help="sequences per step and rank")
-    parser.add_argument("--steps", type=int, default=5, help="steps in a turn; the first is not counted")
-    parser.add_argument("--rounds", type=int, default=12, help="turns of each contender, after a first to warm up")
+    add_sizes(parser, width=192, steps=5, rounds=12)
     parser.add_argument("--stages", type=int, nargs="*", choices=range(4), default=[0, 1, 2, 3], help="of ZeRO")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="times only")
     parser.add_argument("--out", type=Path, default=None, help="write the figures to this JSON file")
     args = parser.parse_args(arguments)
-    for name in ("layers", "width", "heads", "sequence", "batch", "rounds"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}={getattr(args, name)}: expected at least 1")
-    if args.steps < 2:
-        parser.error(f"--steps={args.steps}: expected at least 2")
+    refuse_sizes(parser, args)
     return args
 
 

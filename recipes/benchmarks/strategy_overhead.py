@@ -15,85 +15,28 @@ import json
 import logging
 import platform
 import statistics
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
 
-from lightning_megapar.models.gpt import GPTConfig
 from lightning_megapar.models.language_model import LanguageModel, OptimizerConfig
 from lightning_megapar.strategy import MegaParStrategy
 
+sys.path.insert(0, str(Path(__file__).parent))
+from turns import StepEnds, Turns, add_sizes, gpt_of, ratio_of, refuse_sizes
+
 LOOP, PLAIN, MEGAPAR = "hand-written torch loop", "Lightning, strategy='auto'", "Lightning, MegaParStrategy()"
 AIM = 1.03
-
-
-class Turns:
-    """Lets one contender run at a time, ``length`` steps each, and times their steps.
-
-    Args:
-        names: who takes part, in the order of their turns.
-        length: steps in a turn.
-        now: clock in seconds.
-    """
-
-    def __init__(self, names: list[str], length: int, now: Callable[[], float]) -> None:
-        self.length, self.now = length, now
-        self.alive = list(names)
-        self.gates = {name: threading.Semaphore(0) for name in names}
-        self.seconds: dict[str, list[float]] = {name: [] for name in names}
-        self.cpu_seconds: dict[str, list[float]] = {name: [] for name in names}
-        self.began = (0.0, 0.0)
-
-    def enter(self, name: str) -> None:
-        """Wait for the first turn."""
-        self.gates[name].acquire()
-        self.began = self.now(), time.process_time()
-
-    def step_done(self, name: str) -> None:
-        """Called at the end of each step; hands over at the end of a turn and returns at the start of the next."""
-        self.seconds[name].append(self.now() - self.began[0])
-        self.cpu_seconds[name].append(time.process_time() - self.began[1])
-        if len(self.seconds[name]) % self.length == 0 and len(self.alive) > 1:
-            self.gates[self._after(name)].release()
-            self.gates[name].acquire()
-        self.began = self.now(), time.process_time()
-
-    def leave(self, name: str) -> None:
-        """The contender has finished, or failed."""
-        following = self._after(name)
-        self.alive.remove(name)
-        if self.alive:
-            self.gates[following].release()
-
-    def _after(self, name: str) -> str:
-        return self.alive[(self.alive.index(name) + 1) % len(self.alive)]
-
-    def medians(self, values: list[float]) -> list[float]:
-        """Median of a step, turn by turn; the first turn and each turn's first step are left out."""
-        turns = [values[start : start + self.length] for start in range(self.length, len(values), self.length)]
-        return [statistics.median(turn[1:]) for turn in turns]
-
-
-class StepEnds(Callback):
-    """Tells :class:`Turns` when a step ended, and keeps the losses."""
-
-    def __init__(self, turns: Turns, name: str) -> None:
-        self.turns, self.name = turns, name
-        self.losses: list[torch.Tensor] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(outputs["loss"])
-        self.turns.step_done(self.name)
 
 
 class Bench:
@@ -106,13 +49,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.device = torch.device(args.accelerator)
-        self.config = GPTConfig.gpt2(
-            vocab_size=257,
-            num_layers=args.layers,
-            num_heads=args.heads,
-            hidden_size=args.width,
-            max_sequence_length=args.sequence,
-        )
+        self.config = gpt_of(args)
         self.optimizer = OptimizerConfig(lr=1e-3, schedule="constant")
         self.steps = (args.rounds + 1) * args.steps
         generator = torch.Generator().manual_seed(0)
@@ -206,9 +143,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             raise RuntimeError(f"{name} did not train as the loop: {len(losses)} steps, losses differ by {parted:.1e}")
 
     def ratio(over: str, under: str) -> dict[str, float]:
-        each = [a / b for a, b in zip(seconds[over], seconds[under])]
         of_cpu = statistics.median(a / b for a, b in zip(cpu[over], cpu[under]))
-        return {"median": statistics.median(each), "lowest": min(each), "highest": max(each), "cpu": of_cpu}
+        return {**ratio_of(seconds[over], seconds[under]), "cpu": of_cpu}
 
     return {
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
@@ -265,23 +201,13 @@ def show(result: dict[str, Any]) -> Table:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=128, help="tokens per sequence")
-    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
-    parser.add_argument("--steps", type=int, default=6, help="steps in a turn; the first is not counted")
-    parser.add_argument("--rounds", type=int, default=30, help="turns of each contender, after a first to warm up")
+    add_sizes(parser, width=128, steps=6, rounds=30)
     parser.add_argument("--clip", type=float, default=0.0, help="gradient norm to clip at; 0 does not clip")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     parser.add_argument("--out", type=Path, default=None, help="write the figures to this JSON file")
     args = parser.parse_args(arguments)
-    for name in ("layers", "width", "heads", "sequence", "batch", "steps", "rounds", "threads"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}={getattr(args, name)}: expected at least 1")
-    if args.steps < 2:
-        parser.error(f"--steps={args.steps}: expected at least 2")
+    refuse_sizes(parser, args, "threads")
     return args
 
 

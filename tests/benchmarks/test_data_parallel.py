@@ -1,0 +1,40 @@
+"""The benchmark of data parallelism runs, with sizes that mean nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+_PATH = Path(__file__).parents[2] / "recipes" / "benchmarks" / "data_parallel.py"
+_SPEC = importlib.util.spec_from_file_location("data_parallel_benchmark", _PATH)
+bench = importlib.util.module_from_spec(_SPEC)  # type: ignore[arg-type]
+_SPEC.loader.exec_module(bench)  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_runs_and_writes_its_figures(tmp_path: Path) -> None:
+    """By its command: its ranks are started anew, and find their functions by the name of the module."""
+    import subprocess
+    import sys
+
+    out = tmp_path / "figures.json"
+    sizes = ["--layers=1", "--width=16", "--heads=2", "--sequence=16", "--batch=2", "--steps=2", "--rounds=2"]
+    command = [sys.executable, str(_PATH), *sizes, "--stages", "0", "3", f"--out={out}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    figures = json.loads(out.read_text())
+    names = [bench.DDP, bench.FSDP, "MegaParStrategy(zero_stage=0)", "MegaParStrategy(zero_stage=3)"]
+    assert list(figures["median_step_seconds"]) == names == list(figures["peak_bytes"])
+    assert min(figures["median_step_seconds"].values()) > 0 and min(figures["peak_bytes"].values()) > 0
+    losses = list(figures["last_losses"].values())
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-3)
+    assert "aim: at most 1.05" in done.stdout
+
+
+def test_sizes_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("--steps=1", "--layers=0"):
+        with pytest.raises(SystemExit):
+            bench.parse([wrong])
+    assert "--steps=1: expected at least 2" in capsys.readouterr().err
