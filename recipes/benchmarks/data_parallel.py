@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -35,12 +34,10 @@ from rich.table import Table
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
+from turns import StepEnds, Turns, add_sizes, gpt_of, ratio_of, refuse_sizes
 
 from lightning_megapar.models.language_model import LanguageModel, OptimizerConfig
 from lightning_megapar.strategy import MegaParStrategy
-
-sys.path.insert(0, str(Path(__file__).parent))
-from turns import StepEnds, Turns, add_sizes, gpt_of, ratio_of, refuse_sizes
 
 DDP, FSDP = "Lightning, DDPStrategy()", "FSDP2 by hand"
 STAGES = {f"MegaParStrategy(zero_stage={stage})": stage for stage in range(4)}

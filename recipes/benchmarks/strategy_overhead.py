@@ -15,7 +15,6 @@ import json
 import logging
 import platform
 import statistics
-import sys
 import threading
 import time
 import warnings
@@ -28,12 +27,10 @@ from lightning.pytorch import Trainer, seed_everything
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
+from turns import StepEnds, Turns, add_sizes, gpt_of, ratio_of, refuse_sizes
 
 from lightning_megapar.models.language_model import LanguageModel, OptimizerConfig
 from lightning_megapar.strategy import MegaParStrategy
-
-sys.path.insert(0, str(Path(__file__).parent))
-from turns import StepEnds, Turns, add_sizes, gpt_of, ratio_of, refuse_sizes
 
 LOOP, PLAIN, MEGAPAR = "hand-written torch loop", "Lightning, strategy='auto'", "Lightning, MegaParStrategy()"
 AIM = 1.03

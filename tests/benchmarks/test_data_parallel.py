@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+from recipe_module import load_recipe
 
-_PATH = Path(__file__).parents[2] / "recipes" / "benchmarks" / "data_parallel.py"
-_SPEC = importlib.util.spec_from_file_location("data_parallel_benchmark", _PATH)
-bench = importlib.util.module_from_spec(_SPEC)  # type: ignore[arg-type]
-_SPEC.loader.exec_module(bench)  # type: ignore[union-attr]
+bench = load_recipe("benchmarks/data_parallel.py")
 
 
 @pytest.mark.slow
@@ -22,7 +19,7 @@ def test_runs_and_writes_its_figures(tmp_path: Path) -> None:
 
     out = tmp_path / "figures.json"
     sizes = ["--layers=1", "--width=16", "--heads=2", "--sequence=16", "--batch=2", "--steps=2", "--rounds=2"]
-    command = [sys.executable, str(_PATH), *sizes, "--stages", "0", "3", f"--out={out}"]
+    command = [sys.executable, str(bench.__file__), *sizes, "--stages", "0", "3", f"--out={out}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     figures = json.loads(out.read_text())
     names = [bench.DDP, bench.FSDP, "MegaParStrategy(zero_stage=0)", "MegaParStrategy(zero_stage=3)"]

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from recipe_module import load_recipe
 
-_PATH = Path(__file__).parents[2] / "recipes" / "benchmarks" / "pipeline_link.py"
-_SPEC = importlib.util.spec_from_file_location("pipeline_link", _PATH)
-bench = importlib.util.module_from_spec(_SPEC)  # type: ignore[arg-type]
-_SPEC.loader.exec_module(bench)  # type: ignore[union-attr]
+bench = load_recipe("benchmarks/pipeline_link.py")
 
 
 @pytest.mark.slow
@@ -19,7 +16,7 @@ def test_over_a_shaped_link(tmp_path: Path) -> None:
     """What a slow machine cannot change: messages take their share, nothing is faster than it can be."""
     out = tmp_path / "link.json"
     done = subprocess.run(
-        [sys.executable, str(_PATH), "--steps=1", "--microbatches=5", f"--out={out}"],
+        [sys.executable, str(bench.__file__), "--steps=1", "--microbatches=5", f"--out={out}"],
         capture_output=True,
         text=True,
         timeout=400,

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
-
-_PATH = Path(__file__).parents[2] / "recipes" / "benchmarks" / "pipeline.py"
+from recipe_module import RECIPES, load_recipe
 
 
 @pytest.mark.slow
@@ -17,7 +15,12 @@ def test_runs_and_writes_its_figures(tmp_path: Path) -> None:
 
     out = tmp_path / "figures.json"
     options = ["--schedules", "1f1b", "zbv", "--microbatches=4", "--seconds=0.01", "--steps=1", f"--out={out}"]
-    done = subprocess.run([sys.executable, str(_PATH), *options], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(RECIPES / "benchmarks" / "pipeline.py"), *options],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     figures = json.loads(out.read_text())["schedules"]
     assert set(figures) == {"1f1b", "zbv"}
@@ -26,9 +29,7 @@ def test_runs_and_writes_its_figures(tmp_path: Path) -> None:
 
 
 def test_the_ratios_of_a_run() -> None:
-    spec = importlib.util.spec_from_file_location("pipeline_benchmark", _PATH)
-    bench = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    spec.loader.exec_module(bench)  # type: ignore[union-attr]
+    bench = load_recipe("benchmarks/pipeline.py")
     found = {
         "1f1b": {"runs": {"ours": [3.3, 3.3, 9.0], "torch": [6.6, 6.6, 6.6]}, "idle": 0.25},
         "zb_h1": {"runs": {"ours": [2.7]}, "idle": 0.1},

@@ -1,14 +1,9 @@
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from recipe_module import load_recipe
 
-_PATH = Path(__file__).parents[2] / "recipes" / "benchmarks" / "precision_curves.py"
-_SPEC = importlib.util.spec_from_file_location("precision_curves", _PATH)
-bench = importlib.util.module_from_spec(_SPEC)  # type: ignore[arg-type]
-_SPEC.loader.exec_module(bench)  # type: ignore[union-attr]
+bench = load_recipe("benchmarks/precision_curves.py")
 
 
 def test_curves_are_compared_by_means_over_a_window() -> None:

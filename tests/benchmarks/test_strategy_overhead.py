@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import threading
 from pathlib import Path
 
 import pytest
+from recipe_module import load_recipe
 
-_PATH = Path(__file__).parents[2] / "recipes" / "benchmarks" / "strategy_overhead.py"
-_SPEC = importlib.util.spec_from_file_location("strategy_overhead", _PATH)
-bench = importlib.util.module_from_spec(_SPEC)  # type: ignore[arg-type]
-_SPEC.loader.exec_module(bench)  # type: ignore[union-attr]
+bench = load_recipe("benchmarks/strategy_overhead.py")
 
 
 def test_turns_alternate_and_time_each_alone() -> None:

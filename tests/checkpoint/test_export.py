@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ import parity
 import pytest
 import torch
 from pool import RankPool
+from recipe_module import load_recipe
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -100,11 +100,7 @@ def _export(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def _main(*arguments: str | Path) -> int:
     """The recipe's function, without the seconds that a new process takes to import torch."""
-    spec = importlib.util.spec_from_file_location("export_recipe", ROOT / "recipes" / "export.py")
-    assert spec is not None and spec.loader is not None
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
-    return recipe.main([str(a) for a in arguments])
+    return load_recipe("export.py").main([str(a) for a in arguments])
 
 
 def test_the_file_is_what_lightning_would_have_written(trained: Any) -> None:

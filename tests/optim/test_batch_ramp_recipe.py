@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from recipe_module import load_recipe
 from rich.console import Console
-
-RECIPE = Path(__file__).parents[2] / "recipes" / "batch_ramp.py"
 
 
 @pytest.fixture(scope="module")
 def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("batch_ramp_recipe", RECIPE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+    return load_recipe("batch_ramp.py")
 
 
 def curves(recipe: ModuleType) -> list:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from recipe_module import load_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "verify.py"
@@ -66,10 +66,7 @@ def test_tensor_parallelism_of_a_module_without_a_plan() -> None:
 def test_refused(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = importlib.util.spec_from_file_location("verify_recipe", RECIPE)
-    assert spec is not None and spec.loader is not None
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
+    recipe = load_recipe("verify.py")
     monkeypatch.chdir(Path(__file__).parent)
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     assert recipe.main(arguments) == 2

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-RECIPE = Path(__file__).parents[2] / "recipes" / "verify.py"
+from recipe_module import load_recipe
 
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
-    spec = importlib.util.spec_from_file_location("verify_recipe", RECIPE)
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
+    loaded = load_recipe("verify.py")
     monkeypatch.chdir(Path(__file__).parent)
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     return loaded
