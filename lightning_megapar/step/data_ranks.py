@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning_megapar.batches import copied
 from lightning_megapar.data_parallel.reduction import ReduceEach, ReduceOnce, Reduction
 from lightning_megapar.step.base import StepperBase, Window
+from lightning_megapar.step.outcome import StepContractError
 
 
 class DataRankSteps(StepperBase):
@@ -29,11 +30,10 @@ class DataRankSteps(StepperBase):
         """What happens to gradients in the step that begins; ``is_last``: it is the last of its window."""
         if self.zero is None:
             return None
+        self.zero.begin_step()  # what a rehearsal has called does not count
         whole = self._schedule(self.schedule, self.num_microbatches)
         if not self._reduces_at_end:
-            self.zero.hold(reduces=not whole.splits_backward)
-            return ReduceEach(self.zero, hooked=not whole.splits_backward, ends_window=is_last)
-        self.zero.hold(reduces=False)
+            return ReduceEach(self.zero, early=not whole.splits_backward, ends_window=is_last)
         if not is_last:
             return None
         order = tuple(whole.completions(self.mesh.coordinate("pipeline")))
@@ -41,6 +41,20 @@ class DataRankSteps(StepperBase):
         if units is None or observer is None:
             return ReduceOnce(self.zero, order, early=not whole.splits_backward)
         return ReduceOnce(self.zero, order, False, lambda unit: observer.before_unit(units.of(unit)))
+
+    def _refuse_unlike_calls(self, kind: str) -> None:
+        """At stage 3 every call of a block is a collective of the data ranks.
+
+        Raises:
+            StepContractError: the same on all of them.
+        """
+        if self.zero is not None and not self.zero.calls_were_alike:
+            raise StepContractError(
+                f"zero_stage=3: in {'training' if kind == 'train' else kind}_step data ranks called different blocks, "
+                "or in another order, so that they gathered one block's parameters in place of another's. Valid "
+                "values: zero_stage=0, 1 or 2, with which each data rank may call what it likes, or a step that calls "
+                "the same blocks whatever its batch"
+            )
 
     def _over_data_ranks(self, samples: int, pieces: int) -> tuple[int, int]:
         """Samples of all data ranks together, and the most microbatches that one has; collective over them."""

@@ -37,7 +37,7 @@ class Evaluation(DataRankSteps):
             the microbatches' outputs joined; without ``share`` on the last stage only, ``None`` elsewhere.
         """
         if self.zero is not None:
-            self.zero.settle()
+            self.zero.begin_step()
         pieces = split_batch(batch, self.num_microbatches, nominal)
         mark = self._fingerprint(batch, len(pieces), "evaluate")
         self._rehearse(kind, step, pieces, results)
@@ -67,6 +67,9 @@ class Evaluation(DataRankSteps):
 
         with self._keep_generators():
             self.runtime.run(self._schedule("forward", len(pieces)), forward)
+        if self.zero is not None:
+            self.zero.finish_forward()
+            self._refuse_unlike_calls(kind)
         self._fill_absent_logs(recorder)
         if by_tokens and all(by_tokens):
             weigh_by_tokens(recorder, weights)

@@ -97,7 +97,7 @@ class Stepper(Evaluation):
             StepContractError: a loss without gradient, a ``None`` loss, ``num_valid_tokens`` on some microbatches only.
         """
         if self.zero is not None:
-            self.zero.settle()
+            self.zero.begin_step()
         pieces = split_batch(batch, self.num_microbatches, nominal)
         mark = self._fingerprint(batch, len(pieces), "train")
         samples = sum(count for _, count in pieces)
@@ -186,6 +186,10 @@ class Stepper(Evaluation):
                 before_backward=before_backward,
                 postponed=self.deferral,
             )
+        if self.zero is not None:
+            if reduction is None:
+                self.zero.complete()  # before the others are told of the step: some may have called more
+            self._refuse_unlike_calls("train")
         if parts is not None:
             self._tell_news(parts.news())
         outputs = [by_microbatch[index] for index in sorted(by_microbatch)]  # a schedule may have another order
@@ -349,9 +353,11 @@ class Stepper(Evaluation):
         kept = [record.parameter.grad for record in parameters]
         for record in parameters:
             record.parameter.grad = None
-        backward()
-        if self.zero is not None:
-            self.zero.end_backward()
+        if self.zero is None:
+            backward()
+        else:
+            self.zero.whole_backward(backward)
+            self._refuse_unlike_calls("train")
         if self.check_is_due:
             self._check_agreement()
         self._windows += 1

@@ -205,12 +205,14 @@ def prepare_module(
     zero = None
     sharded: set[str] = set()
     data = mesh.sharding_mesh()
-    if config.zero_stage > 0 and data is not None:
+    group = mesh.group("data")
+    if config.zero_stage > 0 and data is not None and group is not None:
         chunks = [list(chunk.local_modules.values()) for chunk in cut.chunks] if cut else ()
         zero = ZeroUnits(
             module,
             _blocks(module, plan),
             data,
+            group,
             chunks,
             stage=config.zero_stage,
             offload=config.offload_optimizer,

@@ -99,7 +99,7 @@ def count(layout: str, module: type[Net], accumulate: int, options: dict[str, An
     batches = DataLoader(hostile.data(16 * accumulate * world), batch_size=8)
     trainer.fit(module().double(), batches)
     units = trainer.strategy.prepared.zero.units  # type: ignore[attr-defined]
-    tied = sum(type(unit).__name__.endswith("_Together") for unit in units)
+    tied = sum(type(unit).__name__.endswith("Together") for unit in units)
     return len(units) - tied, tied, seen.window(accumulate, 2 * accumulate)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 import hostile
@@ -109,73 +108,64 @@ def test_a_torch_that_cannot_be_told_is_refused_by_name() -> None:
         _refuse_unknown(cast("FSDPModule", nn.Linear(1, 1)), 1)
 
 
-class Unit:
-    """What a :class:`ReduceOnce` needs of an FSDP2 unit; notes when it would start to reduce."""
+class Units:
+    """What a :class:`ReduceOnce` needs of the units: notes when they would be reduced."""
 
-    def __init__(self, name: str, started: list[str]) -> None:
-        self.name, self.started, self.reduces, self.has_gradients, self.ends = name, started, False, True, 0
+    def __init__(self) -> None:
+        users = {"block 0": {0}, "block 1": {1}, "tied": {0, 1}}
+        self.units, self.users = list(users), list(users.values())
+        self.opened: list[str] = []
+        self.reduced: list[str] = []
 
-    def set_requires_gradient_sync(self, value: bool) -> None:
-        self.reduces = value
+    def open(self, units: list[str]) -> None:
+        assert not self.opened
+        self.opened = list(units)
 
-    def set_reshard_after_backward(self, value: bool) -> None: ...
+    def close(self) -> None:
+        self.reduced += self.opened
+        self.opened = []
 
-    def set_is_last_backward(self, value: bool) -> None: ...
-
-    def _get_fsdp_state(self) -> Any:
-        return SimpleNamespace(_root_post_backward_final_callback=self.end)
-
-    def end(self) -> None:
-        self.ends += 1
-        if self.reduces and self.has_gradients:
-            self.has_gradients = False
-            self.started.append(self.name)
+    def finish(self, reshards: bool) -> None:
+        assert reshards and not self.opened
 
 
-def reduction(order: tuple[int, ...], early: bool) -> tuple[ReduceOnce, list[str], dict[str, Unit]]:
-    started: list[str] = []
-    users = {"block 0": {0}, "block 1": {1}, "tied": {0, 1}}
-    units = {name: Unit(name, started) for name in users}
-    zero: Any = SimpleNamespace(
-        units=list(units.values()),
-        users=list(users.values()),
-        called=set(units.values()),
-        is_sharded=lambda unit: not unit.has_gradients,
-    )
-    return ReduceOnce(zero, order, early), started, units
+def reduction(order: tuple[int, ...], early: bool) -> tuple[ReduceOnce, Units]:
+    units = Units()
+    return ReduceOnce(cast("Any", units), order, early), units
 
 
 def test_the_order_of_the_sums_is_that_of_a_whole_batch() -> None:
     """A data rank with fewer microbatches may complete its chunks in another order; its peers wait in this one."""
-    made, started, _ = reduction((1, 0), early=False)
-    assert [made.after(0, True), list(started)] == [False, []]
-    assert [made.after(1, True), list(started)] == [True, ["block 1", "block 0", "tied"]]
-    made, started, _ = reduction((1, 0), early=False)
-    assert [made.after(1, True), list(started)] == [True, ["block 1"]]
-    assert [made.after(0, True), list(started)] == [True, ["block 1", "block 0", "tied"]]
+    made, units = reduction((1, 0), early=False)
+    assert [made.after(0, True), list(units.reduced)] == [False, []]
+    assert [made.after(1, True), list(units.reduced)] == [True, ["block 1", "block 0", "tied"]]
+    made, units = reduction((1, 0), early=False)
+    assert [made.after(1, True), list(units.reduced)] == [True, ["block 1"]]
+    assert [made.after(0, True), list(units.reduced)] == [True, ["block 1", "block 0", "tied"]]
     made.finish()
-    assert len(started) == 3
+    assert len(units.reduced) == 3
 
 
-def test_hooks_reduce_within_whole_backwards_and_nowhere_else() -> None:
-    def switched(units: dict[str, Unit]) -> set[str]:
-        return {name for name, unit in units.items() if unit.reduces}
-
-    made, started, units = reduction((1, 0), early=True)
+def test_units_are_reduced_within_whole_backwards_and_nowhere_else() -> None:
+    made, units = reduction((1, 0), early=True)
+    made.before(1, False)
+    assert not units.opened and not made.after(1, False)
     made.before(1, True)
-    assert switched(units) == {"block 1"} and not started
-    units["block 1"].end()  # as FSDP2's hook does
-    assert not made.after(1, True) and started == ["block 1"]
-    assert units["block 1"].ends == 1  # its sum is waited for in the end
+    assert units.opened == ["block 1"]
+    assert not made.after(1, True) and units.reduced == ["block 1"]
     made.before(0, True)
-    assert switched(units) == set(units)
-    assert not made.after(0, True) and started == ["block 1", "block 0", "tied"]  # what no hook has seen
-    made, _, units = reduction((1, 0), early=True)
+    assert units.opened == ["block 0", "tied"]
+    assert not made.after(0, True) and units.reduced == ["block 1", "block 0", "tied"]
+    made, units = reduction((1, 0), early=True)
     made.before(0, True)  # not its turn
-    assert switched(units) == set()
-    made, _, units = reduction((1, 0), early=False)
+    assert not units.opened
+    assert not made.after(0, True) and not units.reduced
+    made.before(1, True)
+    assert units.opened == ["block 1"]
+    assert not made.after(1, True) and units.reduced == ["block 1", "block 0", "tied"]
+    made, units = reduction((1, 0), early=False)
     made.before(1, True)  # this rank's last action is a whole backward, its peers' may be another
-    assert switched(units) == set()
+    assert not units.opened
 
 
 class LeavesOnce(Callback):

@@ -1,0 +1,190 @@
+"""Sums of units' gradients over the data ranks, in one order that all of them follow.
+
+Left alone FSDP2 reduces a unit behind a backward that it sees, and sends what has a gradient. Data ranks that call
+different modules, or give gradients to different parameters of one (experts, layers that are dropped), would then sum
+one thing with another, or wait for ever. So FSDP2's hooks only tell that a unit is through a backward; here
+
+* a unit is reduced when its turn comes in the agreed order, within the backward if it can be;
+* every unit takes part, called or not, with zeros for what has no gradient;
+* in the end the ranks tell each other which parameters have a gradient on any of them (others keep none, which is what
+  optimizers see without sharding), and which units got some after their turn: those are reduced once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_megapar.data_parallel.gathers import groups_of
+
+END = "_root_post_backward_final_callback"
+
+
+class UnitSums:
+    """The sums of a rank's units.
+
+    Args:
+        units: in one order on all data ranks.
+        group: all data ranks.
+        device: for what they tell each other.
+    """
+
+    def __init__(self, units: Sequence[FSDPModule], group: dist.ProcessGroup, device: torch.device) -> None:
+        self.order = list(units)
+        """In which backwards come to the units, as data rank 0 has seen it."""
+        self._units = list(units)
+        self._group = group
+        self._device = device
+        self._turns: list[FSDPModule] = []
+        self._ready: set[FSDPModule] = set()
+        self._completed: dict[FSDPModule, None] = {}
+        """In the order in which backwards came to them first in this step."""
+        self._inner: dict[FSDPModule, Any] = {}
+        self._parameters = {unit: [p for g in groups_of(unit) for p in g.fsdp_params] for unit in units}
+        self._present: dict[FSDPModule, list[bool]] = {}
+        for unit in units:
+            (group_of_unit,) = groups_of(unit)
+            self._inner[unit] = group_of_unit.post_backward
+            group_of_unit.post_backward = partial(self._through, unit)
+            unit.set_requires_gradient_sync(False)
+
+    def begin_step(self, resharded: Collection[FSDPModule]) -> None:
+        """Before a step; ``resharded`` let go of their parameters behind each backward."""
+        self._turns.clear()
+        self._ready.clear()
+        self._completed.clear()
+        self._present = {unit: [False] * len(parameters) for unit, parameters in self._parameters.items()}
+        for unit in self._units:
+            unit.set_requires_gradient_sync(False)
+            unit.set_reshard_after_backward(unit in resharded)
+            unit.set_is_last_backward(False)  # sums that are started are waited for in the end
+
+    def open(self, units: Collection[FSDPModule]) -> None:
+        """The coming backward completes gradients of ``units``: reduce each within it, as soon as its turn comes."""
+        self._turns = [unit for unit in self.order if unit in units]
+        self._ready.clear()
+
+    def close(self) -> None:
+        """The backward is over: reduce those whose turn has not come."""
+        for unit in self._turns:
+            self.reduce(unit)
+        self._turns = []
+
+    def _through(self, unit: FSDPModule, *_: Any) -> None:
+        """FSDP2 is through a unit's backward."""
+        self._completed.setdefault(unit)
+        if self._turns[:1] != [unit]:
+            self._inner[unit]()
+            if unit in self._turns:
+                self._ready.add(unit)
+            return
+        self.reduce(self._turns.pop(0))
+        while self._turns and self._turns[0] in self._ready:
+            self.reduce(self._turns.pop(0))
+
+    def reduce(self, unit: FSDPModule) -> None:
+        """Start the sum of a unit's gradients, with zeros for those that this rank has not."""
+        present = self._present[unit]
+        for number, one in enumerate(self._parameters[unit]):
+            whole = getattr(one, "_unsharded_param", None)
+            if whole is None or not whole.requires_grad:
+                continue
+            if _has_gradient(one):
+                present[number] = True
+            else:
+                whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None) or whole.dtype)
+        unit.set_requires_gradient_sync(True)
+        self._inner[unit]()
+        unit.set_requires_gradient_sync(False)
+
+    def agree(self, digest: int) -> bool:
+        """At the end of a step's sums; collective over the data ranks.
+
+        Gradients that came after a unit's turn are summed as well, and what is zero because no rank has a gradient is
+        dropped.
+
+        Args:
+            digest: a number of at most 20 bits.
+
+        Returns:
+            whether it is the same on all data ranks.
+        """
+        completed = list(self._completed)
+        is_first = self._group.rank() == 0
+        places = [completed.index(unit) + 1 if is_first and unit in self._completed else 0 for unit in self._units]
+        late = [any(_has_gradient(one) for one in self._parameters[unit]) for unit in self._units]
+        present = [here for unit in self._units for here in self._present[unit]]
+        told = [digest, digest * digest, *places, *late, *present]
+        (total, squares, *numbers), count = _summed(told, self._group, self._device), len(self._units)
+        again = [unit for unit, is_late in zip(self._units, numbers[count : 2 * count]) if is_late]
+        if again:
+            for unit in again:
+                self.reduce(unit)
+            return self.agree(digest)
+        parameters = (one for unit in self._units for one in self._parameters[unit])
+        for one, anywhere in zip(parameters, numbers[2 * count :]):
+            if not anywhere:
+                one.sharded_param.grad = None
+        self._learn(numbers[:count])
+        return _are_alike(total, squares, self._group)
+
+    def forget(self) -> None:
+        """Drop gradients that wait to be reduced."""
+        for parameters in self._parameters.values():
+            for one in parameters:
+                one.unsharded_accumulated_grad = None
+                if hasattr(one, "_unsharded_param"):
+                    one._unsharded_param.grad = None
+
+    def _learn(self, places: Sequence[int]) -> None:
+        """Follow the order of data rank 0, where it is another than the one so far."""
+        seen = sorted((place, number) for number, place in enumerate(places) if place)
+        units = [self._units[number] for _, number in seen]
+        if units != [unit for unit in self.order if unit in set(units)]:
+            self.order = [*units, *(unit for unit in self.order if unit not in set(units))]
+
+
+def _has_gradient(one: Any) -> bool:
+    whole = getattr(one, "_unsharded_param", None)
+    return one.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+
+
+def are_alike(digest: int, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a number of at most 20 bits is the same on all ranks of a group; collective over them."""
+    total, squares = _summed([digest, digest * digest], group, device)
+    return _are_alike(total, squares, group)
+
+
+def _are_alike(total: int, squares: int, group: dist.ProcessGroup) -> bool:
+    return group.size() * squares == total * total  # Cauchy and Schwarz
+
+
+def _summed(numbers: list[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    told = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(told, group=group)
+    return told.tolist()
+
+
+def end_backward(units: Iterable[FSDPModule], reshards: bool) -> None:
+    """The last backward of a step is over: wait for the sums, and let go of parameters if ``reshards``.
+
+    Each unit is a root of its own. The callback, which torch's own pipelining calls as well
+    (``torch.distributed.pipelining.stage``), is what FSDP2 does at the end of a backward.
+    """
+    for unit in units:
+        unit.set_reshard_after_backward(reshards)
+        unit.set_is_last_backward(True)
+        getattr(unit._get_fsdp_state(), END)()
+        if reshards:
+            unit.reshard()
+
+
+def knows_ends(unit: FSDPModule) -> bool:
+    """Whether FSDP2 can be told that gradients are complete; it is in torch 2.11 to 2.13."""
+    state: Any = getattr(unit, "_get_fsdp_state", lambda: None)()
+    return callable(getattr(state, END, None)) and hasattr(state, "_comm_ctx")

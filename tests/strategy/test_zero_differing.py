@@ -1,0 +1,131 @@
+"""Data ranks whose batches take different ways through a module, under every stage of ZeRO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hostile
+import pytest
+import torch
+from hostile import Net
+from pool import RankError, RankPool
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+
+class Experts(nn.Module):
+    """A block that sends its batch to one of two experts, by a number in the batch; a third one is never asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + torch.tanh(self.experts[int(x.detach().sum() > 0)](x))
+        return out
+
+
+class Routed(Net):
+    """Each batch of one sample gives gradients to one expert of a block only. Weight decay tells None from zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Experts() for _ in range(3)])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.5, eps=1e-3)
+
+
+class Ordered(Routed):
+    """Calls its blocks in an order that the batch chooses; where it is one's own, leaves one of them out."""
+
+    leaves_out = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inp(x)
+        blocks = list(self.blocks.children())
+        if float(x.detach().sum()) > 0:
+            blocks = blocks[:1:-1] if self.leaves_out else blocks[::-1]
+        for block in blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+class LeftOut(Ordered):
+    leaves_out = True
+
+
+class Manual(Routed):
+    """Optimizes by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def train(layout: str, module: type[Net], options: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """One sample for each microbatch, so that one process takes for each sample the way that a rank does."""
+    batch = 1 if module is Manual else 4 // hostile.data_size(layout)
+    sizes = {"num_microbatches": batch} if layout != hostile.PLAIN else {}
+    rows = DataLoader(hostile.data(24), batch_size=batch)
+    return hostile.fit(
+        layout, module, train=rows, validate=True, max_epochs=1, options={**sizes, **options}, **settings
+    )
+
+
+def alone(module: type[Net], accumulate: int = 1) -> dict[str, Any]:
+    """One process, sample by sample."""
+    watch = hostile.Watch()
+    trainer = hostile.trainer_for(hostile.PLAIN, [watch], max_epochs=1, accumulate_grad_batches=4 * accumulate)
+    torch.manual_seed(0)
+    trainer.fit(module().double(), DataLoader(hostile.data(24), batch_size=1))
+    return {"weights": watch.weights}
+
+
+@pytest.mark.parametrize("module", [Routed, Ordered, LeftOut])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_each_rank_its_own_way(pool: RankPool, stage: int, module: type[Net]) -> None:
+    mine = pool.run(train, 2, "dp2", module, {"zero_stage": stage}, mode="trainer")[0]
+    assert hostile.differences(mine["weights"], alone(module)["weights"]) == []
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "options"),
+    [
+        (2, "dp2", {"zero_stage": 3}),
+        (2, "dp2", {"zero_stage": 1, "offload_optimizer": True}),
+        (4, "dp2_pp2", {"zero_stage": 2}),
+        (4, "dp2_pp2_zb_h1", {"zero_stage": 1}),
+        (4, "dp4", {"zero_stage": 2, "data_parallel_replicas": 2}),
+    ],
+)
+def test_experts_of_one_block(pool: RankPool, world: int, layout: str, options: dict[str, Any]) -> None:
+    mine = pool.run(train, world, layout, Routed, options, mode="trainer", accumulate_grad_batches=2)[0]
+    assert hostile.differences(mine["weights"], alone(Routed, 2)["weights"]) == []
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_that_optimizes_by_itself(pool: RankPool, stage: int) -> None:
+    mine = pool.run(train, 2, "dp2", Manual, {"zero_stage": stage}, mode="trainer")[0]
+    expected = pool.run(train, 2, "dp2", Manual, {"zero_stage": 0}, mode="trainer")[0]
+    assert hostile.differences(mine["weights"], expected["weights"]) == []
+
+
+@pytest.mark.parametrize(("step", "sanity"), [("training_step", 0), ("validation_step", 1)])
+def test_stage_3_tells_another_order(pool: RankPool, step: str, sanity: int) -> None:
+    """Blocks are alike in size, so that a gather takes one for another without noticing."""
+    options = {"zero_stage": 3, "num_microbatches": 1}
+    with pytest.raises(RankError) as told:
+        pool.run(train, 2, "dp2", Ordered, options, mode="trainer", num_sanity_val_steps=sanity)
+    assert str(told.value).count(f"StepContractError: zero_stage=3: in {step} data ranks called different blocks") == 2
