@@ -115,13 +115,18 @@ class FailureReporter:
         describe: the place of a rank (``None``: of this one) for messages: ``rank 3 (data 0, pipeline 1, tensor 1)``.
             An exception that all ranks raise together tells by its attribute ``failing_rank`` whose fault it is.
         where: the stage that the run is in, such as ``set-up``, ``training step 12``, ``checkpoint save``.
+        advice: what else may be the cause when ranks have lost one another; nothing for no advice.
     """
 
     def __init__(
-        self, describe: Callable[[int | None], str] | None = None, where: Callable[[], str] | None = None
+        self,
+        describe: Callable[[int | None], str] | None = None,
+        where: Callable[[], str] | None = None,
+        advice: Callable[[], str] = lambda: "",
     ) -> None:
         self.describe = describe or (lambda rank: f"rank {self.rank if rank is None else rank}")
         self.where = where or (lambda: "the run")
+        self.advice = advice
         self.arm(None, 0, "guest")
 
     @classmethod
@@ -167,6 +172,8 @@ class FailureReporter:
             return exception
         self.stop()
         lost = lost_peer(exception)
+        if lost and (advice := _call(self.advice, "")):
+            _add_note(exception, advice)
         place = _call(lambda: self.describe(getattr(exception, "failing_rank", None)), f"rank {self.rank}")
         report = report_of(exception, self.rank, place, where or self._stage(), lost)
         if self.role == "child":

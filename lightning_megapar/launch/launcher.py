@@ -13,8 +13,9 @@
 * :class:`ExternalLauncher` when torchrun, SLURM, submitit, ... started them.
 
 Each wraps the launched function in a :class:`~lightning_megapar.launch.failure.FailureReporter`. A strategy may tell
-more about itself by two optional methods: ``rank_description() -> str`` (``rank 3 (data 0, pipeline 1, tensor 1)``) and
-``current_stage() -> str`` (``checkpoint save``; return ``""`` for the default, which is read off the trainer).
+more about itself by optional methods: ``rank_description() -> str`` (``rank 3 (data 0, pipeline 1, tensor 1)``),
+``current_stage() -> str`` (``checkpoint save``; return ``""`` for the default, which is read off the trainer) and
+``advice_on_lost_ranks() -> str`` (what else than a rank that is gone may let ranks wait for one another).
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class _MegaParLauncher(_Launcher):
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
         self.trainer: Any = None
-        self.failures = FailureReporter(self._rank_description, self._stage)
+        self.failures = FailureReporter(self._rank_description, self._stage, self._advice)
 
     @property
     def environment(self) -> ClusterEnvironment:
@@ -142,6 +143,10 @@ class _MegaParLauncher(_Launcher):
     def _stage(self) -> str:
         tell = getattr(self.strategy, "current_stage", None)
         return stage_in_hook(self.trainer, (tell() if tell is not None else "") or stage_of(self.trainer))
+
+    def _advice(self) -> str:
+        tell = getattr(self.strategy, "advice_on_lost_ranks", None)
+        return str(tell()) if tell is not None else ""
 
     def _arm_external(self) -> None:
         self.failures.arm(

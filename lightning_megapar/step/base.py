@@ -33,7 +33,7 @@ from lightning_megapar.pipeline.engine.runtime import PipelineRuntime
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule, forward_schedule
 from lightning_megapar.step.likeness import REMEDY, tell_unlike
 from lightning_megapar.step.log import LogExchange, LogRecorder, StepReport
-from lightning_megapar.step.outcome import StepContractError
+from lightning_megapar.step.outcome import READS_SHARDS, StepContractError
 from lightning_megapar.step.random_streams import RandomStreams
 from lightning_megapar.step.sharing import Origin, ReplicaSharing
 from lightning_megapar.step.tokens import TokenCounter
@@ -275,6 +275,10 @@ class StepperBase:
             if repeated is None:
                 raise
             raise StageError(explain.differs(repeated, error)) from error
+        except RuntimeError as error:
+            if self.zero is None or "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise StepContractError(READS_SHARDS) from error
         finally:
             self._running = False
         return finished, value

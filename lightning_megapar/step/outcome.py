@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from lightning_megapar.batches import join_outputs
@@ -13,6 +14,13 @@ from lightning_megapar.step.log import LogRecorder
 
 class StepContractError(RuntimeError):
     """The user's step returned something that a pipelined or data-parallel step cannot use."""
+
+
+READS_SHARDS = (
+    "the step reckons with a parameter where its module is not being called, and there it is this rank's shard. Valid "
+    "values: zero_stage=0; zero_stage=1 or 2 with such a term behind the forward, where parameters are still whole; or "
+    "the term inside of that module's forward"
+)
 
 
 def loss_of(value: Any) -> tuple[Tensor, Any]:
@@ -26,6 +34,8 @@ def loss_of(value: Any) -> tuple[Tensor, Any]:
             "training_step must return a loss tensor or a dict with 'loss' (it returned "
             f"{type(value).__name__}); skipping a batch by returning None would leave other ranks waiting"
         )
+    if isinstance(value, DTensor):
+        raise StepContractError(READS_SHARDS)
     if not value.requires_grad:
         raise StepContractError("training_step returned a loss that depends on no trainable parameter")
     return value, tokens

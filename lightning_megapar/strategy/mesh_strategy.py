@@ -197,6 +197,16 @@ class MeshStrategy(ParallelStrategy):
         """What this rank is doing, for failure reports."""
         return self._where
 
+    def advice_on_lost_ranks(self) -> str:
+        """What else than a rank that is gone may let ranks wait for one another, for failure reports."""
+        if self.config.zero_stage < 3:
+            return ""
+        return (
+            "zero_stage=3: if no rank is gone, look for a step in which data ranks call different modules, or in "
+            "another order. Each call gathers parameters from all of them, so they wait for one another. Valid values: "
+            "zero_stage=0, 1 or 2, or a step that calls the same modules whatever its batch"
+        )
+
     @contextmanager
     def doing(self, what: str) -> Generator[None, None, None]:
         """Name what this rank is doing while the body runs; a failure in it keeps the name."""
