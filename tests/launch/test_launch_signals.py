@@ -73,7 +73,9 @@ def test_sigterm_saves_and_leaves_together(cases: CaseServer, target: str, peers
 
 
 def test_ctrl_c_ends_everybody(cases: CaseServer) -> None:
-    running = cases.start("model = Model()\nmodel.pause = 0.05\ntrainer(3, max_steps=10_000).fit(model)")
+    # A shell lets its background jobs, and with them tests that run in one, ignore the signal; Python keeps that.
+    heard = "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    running = cases.start(heard + "model = Model()\nmodel.pause = 0.05\ntrainer(3, max_steps=10_000).fit(model)")
     running.until("step-0", "step-1", "step-2")
     os.killpg(running.pid, signal.SIGINT)
     result = running.wait(30)
