@@ -13,7 +13,7 @@ A step's sums are waited for at its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch.distributed.fsdp import FSDPModule
@@ -49,18 +49,10 @@ class ReduceOnce:
         order: this rank's chunks in the order in which a whole batch completes them, the same on all data ranks.
         early: reduce within a chunk's last backward. Only for schedules of whole backwards: with others the kind of the
             last action may differ between data ranks, and with it the order of the sums.
-        observe: called with a unit before it is reduced; only without ``early``.
     """
 
-    def __init__(
-        self,
-        zero: ZeroUnits,
-        order: Sequence[int],
-        early: bool,
-        observe: Callable[[FSDPModule], None] | None = None,
-    ) -> None:
+    def __init__(self, zero: ZeroUnits, order: Sequence[int], early: bool) -> None:
         self._zero = zero
-        self._observe = observe
         self._left = list(order)
         self._early = early
         self._opened: int | None = None
@@ -84,11 +76,7 @@ class ReduceOnce:
         while self._left and self._left[0] in self._complete:
             done = self._left.pop(0)
             if done != self._opened:
-                due = self._due(done)
-                self._zero.open(due)
-                if self._observe is not None:
-                    for unit in due:
-                        self._observe(unit)
+                self._zero.open(self._due(done))
             self._zero.close()
             self._reduced.add(done)
         return len(self._left) < was and not self._early

@@ -12,17 +12,22 @@ one thing with another, or wait for ever. So FSDP2's hooks only tell that a unit
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_megapar.data_parallel.gathers import groups_of
 
 END = "_root_post_backward_final_callback"
+
+
+Whole = tuple[nn.Parameter, Tensor | None]
+"""A parameter (this rank's shard), and this rank's addend to its gradient: whole, or ``None`` if frozen."""
 
 
 class UnitSums:
@@ -47,6 +52,8 @@ class UnitSums:
         self._inner: dict[FSDPModule, Any] = {}
         self._parameters = {unit: [p for g in groups_of(unit) for p in g.fsdp_params] for unit in units}
         self._present: dict[FSDPModule, list[bool]] = {}
+        self.observe: Callable[[list[Whole]], None] | None = None
+        """Called with a unit's gradients on this rank alone, before they are summed."""
         for unit in units:
             (group_of_unit,) = groups_of(unit)
             self._inner[unit] = group_of_unit.post_backward
@@ -94,10 +101,12 @@ class UnitSums:
             whole = getattr(one, "_unsharded_param", None)
             if whole is None or not whole.requires_grad:
                 continue
-            if _has_gradient(one):
+            if _gradient_of(one) is not None:
                 present[number] = True
             else:
                 whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None) or whole.dtype)
+        if self.observe is not None:
+            self.observe([(one.sharded_param, _gradient_of(one)) for one in self._parameters[unit]])
         unit.set_requires_gradient_sync(True)
         self._inner[unit]()
         unit.set_requires_gradient_sync(False)
@@ -117,7 +126,7 @@ class UnitSums:
         completed = list(self._completed)
         is_first = self._group.rank() == 0
         places = [completed.index(unit) + 1 if is_first and unit in self._completed else 0 for unit in self._units]
-        late = [any(_has_gradient(one) for one in self._parameters[unit]) for unit in self._units]
+        late = [any(_gradient_of(one) is not None for one in self._parameters[unit]) for unit in self._units]
         present = [here for unit in self._units for here in self._present[unit]]
         told = [digest, digest * digest, *places, *late, *present]
         (total, squares, *numbers), count = _summed(told, self._group, self._device), len(self._units)
@@ -149,9 +158,9 @@ class UnitSums:
             self.order = [*units, *(unit for unit in self.order if unit not in set(units))]
 
 
-def _has_gradient(one: Any) -> bool:
+def _gradient_of(one: Any) -> Tensor | None:
     whole = getattr(one, "_unsharded_param", None)
-    return one.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+    return one.unsharded_accumulated_grad if whole is None or whole.grad is None else whole.grad
 
 
 def are_alike(digest: int, group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -35,7 +35,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.gathers import GatherEach, GatherOnce, Gathers, drop_pending, groups_of
-from lightning_megapar.data_parallel.sums import END, UnitSums, are_alike, end_backward, knows_ends
+from lightning_megapar.data_parallel.sums import END, UnitSums, Whole, are_alike, end_backward, knows_ends
 from lightning_megapar.data_parallel.unit_hooks import Together, accumulate_in, gather_for, keep_containers, untraced
 from lightning_megapar.data_parallel.units import units_of
 
@@ -158,6 +158,10 @@ class ZeroUnits:
         """Before a step of any kind, and again behind a rehearsal."""
         self._gathers.begin_step()
         self._sums.begin_step(self.regathered)
+
+    def observe(self, observer: Callable[[list[Whole]], None] | None) -> None:
+        """Show each unit's gradients on this rank alone, just before they are summed, or no longer."""
+        self._sums.observe = observer
 
     def begin_forward(self) -> None:
         """A microbatch is about to run through a chunk."""

@@ -118,17 +118,19 @@ class GradientNoiseScale(Callback):
                 f"Trainer has {type(strategy).__name__}"
             )
         config, data = strategy.settled, strategy.layout.data
+        stage = config.zero_stage if data > 1 else 0
         why_not: dict[str, str] = {}
         if data == 1:
             why_not["data"] = "data_parallel_size=1"
-        elif config.zero_stage > 1:
-            why_not["data"] = f"zero_stage={config.zero_stage} sums each microbatch's gradient over the data ranks"
+        elif stage > 1:
+            why_not["data"] = f"zero_stage={stage} sums each microbatch's gradient over the data ranks"
         if not accumulates(trainer):
             why_not["accumulation"] = "accumulate_grad_batches=1"
-        if config.zero_stage > 0:
-            # FSDP2 keeps a window's gradient in one place, to which every batch adds.
-            why_not["accumulation"] = why_not["microbatches"] = f"zero_stage={config.zero_stage}"
-        elif strategy.num_microbatches == 1:
+        if stage > 0:
+            why_not["accumulation"] = f"zero_stage={stage} keeps no batch's gradient by itself"
+        if stage == 1:
+            why_not["microbatches"] = "zero_stage=1 keeps a window's gradient in one place, to which each adds"
+        elif stage == 0 and strategy.num_microbatches == 1:
             why_not["microbatches"] = "num_microbatches=1"
         elif strategy.layout.pipeline > 1 and config.splits_backward:
             why_not["microbatches"] = f"{config.schedule_name} computes weight gradients outside of backwards"

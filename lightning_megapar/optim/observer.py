@@ -79,16 +79,19 @@ class NoiseObserver:
         if self._due and self.source == "microbatches":
             self._found, self._waiting = {}, {}
             for record in parameters:
-                if record.parameter.requires_grad:
+                if record.parameter.requires_grad and not record.data_sharded:
                     self._hooks.append(record.parameter.register_hook(partial(self._see, record)))
 
     def before_backward(self, microbatch: int) -> None:
         self._microbatch = microbatch
 
     def before_unit(self, gradients: Iterable[Pair]) -> None:
-        """Parameters whose gradients of the window are about to be summed over the data ranks during the schedule."""
-        if self._due and self.source == "data":
-            self._keep(-1, gradients)
+        """Gradients that are about to be summed over the data ranks during the schedule.
+
+        They are of the window at stage 1 of ZeRO, and of a microbatch at stages 2 and 3.
+        """
+        if self._due and self.source != "accumulation":
+            self._keep(-1 if self.source == "data" else self._microbatch, gradients)
 
     @torch.no_grad()
     def end_batch(

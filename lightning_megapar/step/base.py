@@ -37,7 +37,7 @@ from lightning_megapar.step.outcome import READS_SHARDS, StepContractError
 from lightning_megapar.step.random_streams import RandomStreams
 from lightning_megapar.step.sharing import Origin, ReplicaSharing
 from lightning_megapar.step.tokens import TokenCounter
-from lightning_megapar.step.watching import GradientObserver, UnitGradients, Watch
+from lightning_megapar.step.watching import GradientObserver, Watch, observed_units
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,6 @@ class StepperBase:
         """Name of the step whose next call repeats its rehearsal."""
         self._told: set[str] = set()
         self.observer: GradientObserver | None = None
-        self._units: UnitGradients | None = None
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     @property
@@ -218,8 +217,9 @@ class StepperBase:
 
     def observe(self, observer: GradientObserver | None) -> None:
         """Show gradients before they are summed over the data ranks, or no longer."""
-        self.observer, zero = observer, self.zero
-        self._units = None if observer is None or zero is None else UnitGradients(zero, self._parameters)
+        self.observer = observer
+        if self.zero is not None:
+            self.zero.observe(None if observer is None else observed_units(observer, self._parameters))
 
     def begin_run(self) -> None:
         """Forget an accumulation window that an earlier run left open."""

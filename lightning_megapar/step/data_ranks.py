@@ -37,10 +37,7 @@ class DataRankSteps(StepperBase):
         if not is_last:
             return None
         order = tuple(whole.completions(self.mesh.coordinate("pipeline")))
-        units, observer = self._units, self.observer
-        if units is None or observer is None:
-            return ReduceOnce(self.zero, order, early=not whole.splits_backward)
-        return ReduceOnce(self.zero, order, False, lambda unit: observer.before_unit(units.of(unit)))
+        return ReduceOnce(self.zero, order, early=not whole.splits_backward)
 
     def _refuse_unlike_calls(self, kind: str) -> None:
         """At stage 3 every call of a block is a collective of the data ranks.

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_megapar.data_parallel.parameters import LogicalParameter, local_tensor
-from lightning_megapar.data_parallel.zero import ZeroUnits
+from lightning_megapar.data_parallel.sums import Whole
 
 Pair = tuple[LogicalParameter, Tensor | None]
 """A parameter and this rank's piece of a gradient of it."""
@@ -53,25 +51,22 @@ class GradientObserver(Protocol):
     def end_window(self, parameters: Sequence[LogicalParameter], factor: float) -> None: ...
 
 
-class UnitGradients:
-    """The gradients that FSDP2's units hold before they are reduced, by logical parameter.
+def observed_units(observer: GradientObserver, parameters: Sequence[LogicalParameter]) -> Callable[[list[Whole]], None]:
+    """Shows an observer the gradients that FSDP2's units hold before they are reduced, by logical parameter.
+
+    They are whole over the data ranks, with zeros where a backward left none.
 
     Args:
-        zero: the units; they let go of gathered parameters here.
+        observer: gets them.
         parameters: this rank's logical parameters.
     """
+    by_id = {id(record.parameter): record for record in parameters}
 
-    def __init__(self, zero: ZeroUnits, parameters: Sequence[LogicalParameter]) -> None:
-        zero.reshard()
-        by_id = {id(record.parameter): record for record in parameters}
-        self._records = {
-            unit: [by_id[id(p)] for p in unit.parameters()]  # type: ignore[attr-defined]
-            for unit in zero.units
-        }
+    def observe(gradients: list[Whole]) -> None:
+        observer.before_unit(
+            (by_id[id(parameter)], local_tensor(gradient.detach()))
+            for parameter, gradient in gradients
+            if gradient is not None
+        )
 
-    def of(self, unit: FSDPModule) -> Iterator[Pair]:
-        """Of a unit whose parameters are gathered; whole over the data ranks, zeros where a backward left none."""
-        for record, whole in zip(self._records[unit], unit.parameters()):  # type: ignore[attr-defined]
-            if whole.requires_grad:
-                gradient = whole.grad if whole.grad is not None else torch.zeros_like(whole)
-                yield record, local_tensor(gradient.detach())
+    return observe

@@ -54,9 +54,18 @@ CASES: dict[str, tuple[int, dict[str, Any], str, int, int, Windows]] = {
         4, {**DP2, **PP2, "zero_stage": 1, "pipeline_schedule": "zbv"}, "data", 8, 1,
         [rows(0, 8, length=8), rows(16, 24, length=8)],
     ),
+    "dp2_zero2_accumulated": (
+        2, {**DP2, "zero_stage": 2, "num_microbatches": 2}, "auto", 4, 2,
+        [rows(*range(0, 16, 2), length=2), rows(*range(16, 32, 2), length=2)],
+    ),
+    "dp2_tp2_zero3": (4, {**DP2, **TP2, "zero_stage": 3}, "auto", 8, 1, [rows(0, 8, length=8), rows(16, 24, length=8)]),
+    "dp2_pp2_zero3": (
+        4, {**DP2, **PP2, "zero_stage": 3, "num_microbatches": 2}, "microbatches", 8, 1,
+        [rows(0, 4, 8, 12, length=4), rows(16, 20, 24, 28, length=4)],
+    ),
     "single_accumulated": (1, {}, "accumulation", 4, 4, [rows(0, 4, 8, 12, length=4), rows(16, 20, 24, 28, length=4)]),
 }  # fmt: skip
-DEFAULT = ("dp2_accumulated", "dp2_zero1", "tp2", "pp2", "dp2_tp2", "single_accumulated")
+DEFAULT = ("dp2_accumulated", "dp2_zero1", "dp2_tp2_zero3", "tp2", "pp2", "dp2_tp2", "single_accumulated")
 
 
 @pytest.mark.parametrize("case", [c if c in DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
