@@ -196,7 +196,7 @@ class ZeroUnits:
 
     def whole_backward(self, backward: Callable[[], None]) -> None:
         """Run a backward of somebody's own, outside of a schedule, and reduce what it gives."""
-        self.begin_step()
+        self._sums.begin_step(self.regathered)
         self.open([unit for unit in self.units if self.takes_part(unit)])
         backward()
         self.close()

@@ -14,8 +14,8 @@ microbatches, data ranks and the whole accumulation window: the loss of one big 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -333,6 +333,21 @@ class Stepper(Evaluation):
             )
 
     # -- manual optimization -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around a training step that optimizes by itself.
+
+        Raises:
+            StepContractError: at stage 3 of ZeRO, when data ranks have called different blocks.
+        """
+        if self.zero is None:
+            yield
+            return
+        self.zero.begin_step()
+        yield
+        self.zero.finish_forward()
+        self._refuse_unlike_calls("train")
 
     def backward_alone(self, backward: Callable[[], None], loss: Tensor, loss_scale: float = 1.0) -> None:
         """Run one backward of a step that optimizes by itself, and average its gradients over the data ranks.

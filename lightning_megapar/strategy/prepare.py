@@ -49,6 +49,7 @@ from lightning_megapar.sharding.initialise import initialise_by_name
 from lightning_megapar.shards import IndexedTensor
 from lightning_megapar.step.random_streams import RandomStreams, uses_dropout
 from lightning_megapar.strategy.balance.spares import Spares
+from lightning_megapar.strategy.rank_zero import from_rank_zero, take_values_of_rank_zero
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def prepare_module(
         alone=lambda whole, shorten, planned: stand_alone(
             whole, _stack_of(whole) if shorten else None, {one.name: str(one.style) for one in planned}
         ),
-        share=_from_rank_zero,
+        share=from_rank_zero,
         is_first=mesh.rank == 0,
         pricing=_pricing(config, mesh, dtype),
         patience=patience,
@@ -178,7 +179,7 @@ def prepare_module(
             )
         plan = plan_stages(module, mesh.placement, keep=keep, survey=survey, by=by, **named)
     if mesh.layout.world_size > 1:
-        _take_values_of_rank_zero(module, device, loaded)
+        take_values_of_rank_zero(module, device, loaded)
     spares = Spares.record(module, plan) if movable and plan is not None else None
     if plan is not None:
         cut = RankCut(module, plan, mesh.placement[mesh.coordinate("pipeline")], device)
@@ -285,13 +286,6 @@ def _stack_of(module: nn.Module) -> str | None:
     return stacks[0] if stacks else None
 
 
-def _from_rank_zero(value: Any) -> Any:
-    box = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
 def check_module(
     module: nn.Module,
     layout: Layout,
@@ -347,26 +341,6 @@ def _blocks(module: nn.Module, plan: StagePlan | None) -> list[nn.Module]:
     if plan is not None:
         return list(dict.fromkeys(module.get_submodule(name) for name in plan.blocks))
     return stack_blocks(module, None)
-
-
-@torch.no_grad()
-def _take_values_of_rank_zero(module: nn.Module, device: torch.device, loaded: Collection[str] = ()) -> None:
-    """Unseeded scripts build different values on every rank; all take rank 0's, as under DDP.
-
-    Tensors named in ``loaded`` get theirs from files.
-    """
-    seen: set[int] = set()
-    for name, value in (*module.named_parameters(), *module.named_buffers()):
-        if value.is_meta or id(value) in seen or value.numel() == 0 or name in loaded:
-            continue
-        seen.add(id(value))
-        if value.layout != torch.strided:
-            value.data.copy_(_from_rank_zero(value.data.cpu()))
-            continue
-        moved = value.data.to(device).contiguous()
-        dist.broadcast(moved, src=0)
-        if moved.data_ptr() != value.data_ptr():
-            value.data.copy_(moved)
 
 
 def _refuse_meta(module: nn.Module) -> None:

@@ -24,7 +24,7 @@ from lightning_megapar.strategy.balance.rebalancer import BalanceEvent, Rebalanc
 from lightning_megapar.strategy.mesh_strategy import MeshStrategy
 from lightning_megapar.strategy.prepare import PreparedModule, local_state, placed_state
 from lightning_megapar.strategy.whole_module import WholeModule
-from lightning_megapar.trees import in_any_tree
+from lightning_megapar.trees import in_any_tree, of_tree, tree_of
 
 
 class StateStrategy(MeshStrategy):
@@ -88,6 +88,21 @@ class StateStrategy(MeshStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         return local_state(self.lightning_module, self.prepared.names)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        wrapper = of_tree(tree_of(self.lightning_module), "core.optimizer", "LightningOptimizer")
+        self._optimizers = optimizers
+        self._lightning_optimizers = [wrapper._to_lightning_optimizer(one, self) for one in optimizers]
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        module = self.lightning_module
+        configure = of_tree(tree_of(module), "core.optimizer", "_init_optimizers_and_lr_schedulers")
+        self.optimizers, self.lr_scheduler_configs = configure(module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return named_optimizer_state(unwrapped(optimizer), self.prepared.parameters)

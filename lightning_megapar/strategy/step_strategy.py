@@ -97,7 +97,13 @@ class StepStrategy(PrecisionStrategy):
         self._reduced = False
         alone = self._is_plain and trainer.accumulate_grad_batches == 1 and not self._needs_stepper
         if alone or not module.automatic_optimization:
-            with self._norms_are_global(), self._in_working_dtype(), self.precision_plugin.train_step_context():
+            by_itself = self.stepper.alone() if not module.automatic_optimization else nullcontext()
+            with (
+                by_itself,
+                self._norms_are_global(),
+                self._in_working_dtype(),
+                self.precision_plugin.train_step_context(),
+            ):
                 output = module.training_step(*args, **kwargs)
             self._leave_requested = self._leave_requested or self._preemption.is_set
             self._count_samples(trainer, batch_size_of(args[0]) or 1)
@@ -235,21 +241,6 @@ class StepStrategy(PrecisionStrategy):
         return (
             torch_norms_are_global(self.stepper.parameters, self.mesh) if self.layout.world_size > 1 else nullcontext()
         )
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        return self._optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Optimizer]) -> None:
-        wrapper = of_tree(tree_of(self.lightning_module), "core.optimizer", "LightningOptimizer")
-        self._optimizers = optimizers
-        self._lightning_optimizers = [wrapper._to_lightning_optimizer(one, self) for one in optimizers]
-
-    def setup_optimizers(self, trainer: Any) -> None:
-        module = self.lightning_module
-        configure = of_tree(tree_of(module), "core.optimizer", "_init_optimizers_and_lr_schedulers")
-        self.optimizers, self.lr_scheduler_configs = configure(module)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
