@@ -22,6 +22,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"data_parallel_size": 2, "pipeline_parallel_size": 2, "pipeline_schedule": "zbv", "zero_stage": 1},
     ),
+    "dp2_zero2": (2, {"data_parallel_size": 2, "zero_stage": 2, "num_microbatches": 2}),
+    "dp2_tp2_zero3": (
+        4,
+        {"data_parallel_size": 2, "tensor_parallel_size": 2, "zero_stage": 3, "num_microbatches": 2},
+    ),
     "dp2_pp2_zero1": (4, {"data_parallel_size": 2, "pipeline_parallel_size": 2, "zero_stage": 1}),
 }
 

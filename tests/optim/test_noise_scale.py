@@ -82,6 +82,17 @@ def test_sharded_equals_dense(pool: RankPool, case: str, style: str) -> None:
             assert mine == pytest.approx(theirs, rel=1e-6)
 
 
+def test_counted_from_labels(pool: RankPool) -> None:
+    world, options, source, per_rank, accumulate, windows = CASES["dp2_accumulated"]
+    config, options = parity.style("gpt2"), {**options, "count_tokens": "labels"}
+    expected = dense.expected_moments(config, windows)
+    found = pool.run(
+        dense.measure, world, config, world, options, source, per_rank, 32, accumulate, False, mode="trainer"
+    )[0]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+
+
 @pytest.mark.parametrize("case", ["single_accumulated", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_without_counted_tokens_samples_weigh(pool: RankPool, case: str) -> None:
     world, options, source, per_rank, accumulate, windows = CASES[case]

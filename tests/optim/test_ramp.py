@@ -78,12 +78,14 @@ class Stop(Callback):
             trainer.should_stop = True
 
 
-def train(layout: str, root: str, stop: int = 0, resume: str | None = None, batch: int = UNIT) -> dict[str, Any]:
+def train(
+    layout: str, root: str, stop: int = 0, resume: str | None = None, batch: int = UNIT, **options: Any
+) -> dict[str, Any]:
     """Train on this rank with a ramp; ``batch`` is the loader's, over all data ranks."""
     windows = Windows()
     callbacks: list[Callback] = [BatchSizeRamp(SCHEDULE), windows]
     callbacks += [Stop(stop, f"{root}/middle.ckpt")] if stop else []
-    trainer = everyday.make_trainer(layout, callbacks, max_epochs=2, default_root_dir=root)
+    trainer = everyday.make_trainer(layout, callbacks, max_epochs=2, default_root_dir=root, strategy_options=options)
     torch.manual_seed(0)
     loader = DataLoader(data(), batch_size=batch // everyday.data_size(layout))
     trainer.fit(Net().double(), loader, ckpt_path=resume)
@@ -140,6 +142,12 @@ def test_every_sample_once_and_each_window_as_one_batch(
         assert together == list(range(begin, begin + length)), index
         begin = (begin + length) % SAMPLES
     assert results[0]["sizes"] == GROWN
+
+
+@pytest.mark.parametrize("stage", [2, everyday.slow(3)])
+def test_with_shards(pool: RankPool, tmp_path: Path, expected: dict[str, Any], stage: int) -> None:
+    options = {"zero_stage": stage, "num_microbatches": 2}
+    agree(pool.run(train, 2, "dp2", str(tmp_path), mode="trainer", **options)[0], expected)
 
 
 @pytest.mark.parametrize(

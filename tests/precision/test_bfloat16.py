@@ -146,7 +146,7 @@ def summed(layout: str, rate: float, steps: int, rows: list[float], accumulate: 
     world, options = LAYOUTS[layout]
     module = Sums(rate)
     trainer = Trainer(
-        strategy=MegaParStrategy(num_microbatches=pieces, **options),
+        strategy=MegaParStrategy(**{**options, "num_microbatches": pieces}),
         devices=world,
         max_steps=steps,
         precision="bf16-true",
@@ -158,14 +158,16 @@ def summed(layout: str, rate: float, steps: int, rows: list[float], accumulate: 
     return trainer.strategy.full_state_dict().get("blocks.0.weight", torch.zeros(0))
 
 
-@pytest.mark.parametrize("layout", ["single", "dp2", "dp2_zero1"])
+@pytest.mark.parametrize("layout", ["single", "dp2", "dp2_zero1", "dp2_zero2"])
 def test_masters_keep_updates_that_bfloat16_would_lose(pool: RankPool, layout: str) -> None:
     """Eight steps of 2^-10: each is below half of bfloat16's spacing at 1, 2^-8."""
     weight = pool.run(summed, LAYOUTS[layout][0], layout, 2.0**-10, 8, [1.0, 1.0], mode="trainer")[0]
     assert torch.equal(weight, torch.full((4, 4), 1 - 8 * 2.0**-10))
 
 
-@pytest.mark.parametrize(("layout", "accumulate", "pieces"), [("single", 4, 1), ("single", 1, 4), ("dp2_zero1", 2, 2)])
+@pytest.mark.parametrize(
+    ("layout", "accumulate", "pieces"), [("single", 4, 1), ("single", 1, 4), ("dp2_zero1", 2, 2), ("dp2_zero2", 2, 2)]
+)
 def test_gradients_are_summed_in_float32(pool: RankPool, layout: str, accumulate: int, pieces: int) -> None:
     """256 + 1 + 1 + 1 is 256 in bfloat16, however often 1 is added."""
     rows = [256.0, 1.0, 1.0, 1.0] if layout == "single" else [256.0, 1.0, 1.0, 1.0] * 2
@@ -192,7 +194,7 @@ def half() -> dict[str, Any]:
     return train("tp2", "bf16-true", steps=1, model=Half(parity.style("gpt2"), "sgd"))
 
 
-@pytest.mark.parametrize(("first", "second"), [("tp2_pp2", "dp2_zero1"), ("dp2_zero1", "single")])
+@pytest.mark.parametrize(("first", "second"), [("tp2_pp2", "dp2_zero1"), ("dp2_tp2_zero3", "single")])
 def test_checkpoints_hold_the_masters(pool: RankPool, tmp_path: Path, first: str, second: str) -> None:
     path, root = str(tmp_path / "run.ckpt"), str(tmp_path)
     saved = pool.run(train, LAYOUTS[first][0], first, "bf16-true", save=path, root=root, mode="trainer")[0]
@@ -245,7 +247,7 @@ def test_manual_optimization(pool: RankPool, layout: str) -> None:
     assert float(difference.norm() / runs.weights_of(plain).norm()) < 0.02
 
 
-@pytest.mark.parametrize("layout", ["tp2_pp2", "dp2_zero1", "pp2_zb_h1"])
+@pytest.mark.parametrize("layout", ["tp2_pp2", "dp2_zero1", "dp2_tp2_zero3", "pp2_zb_h1"])
 def test_bf16_mixed_with_a_fused_optimizer_and_clipping(pool: RankPool, layout: str) -> None:
     world = LAYOUTS[layout][0]
     plain = pool.run(fused, world, layout, "32-true", mode="trainer")[0]

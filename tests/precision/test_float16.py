@@ -54,7 +54,7 @@ def injected(layout: str, rank: int, value: float, **options: Any) -> dict[str, 
 
 @pytest.mark.parametrize(
     ("layout", "rank", "value"),
-    [("tp2_pp2", 1, float("inf")), ("tp2_pp2", 2, float("nan")), ("dp2_pp2_zero1", 3, float("inf"))],
+    [("tp2_pp2", 1, float("inf")), ("tp2_pp2", 2, float("nan")), ("dp2_zero2", 1, float("inf"))],
 )
 def test_an_inf_on_one_rank_skips_the_step_on_every_rank(pool: RankPool, layout: str, rank: int, value: float) -> None:
     for result in pool.run(injected, LAYOUTS[layout][0], layout, rank, value, mode="trainer"):
@@ -64,7 +64,7 @@ def test_an_inf_on_one_rank_skips_the_step_on_every_rank(pool: RankPool, layout:
         assert result["metrics"]["skipped_steps"] == 1 and result["scales"] == [SCALE["initial"]] * 3
 
 
-@pytest.mark.parametrize("layout", ["single", "tp2_pp2", "dp2", "dp2_zero1", "pp2_zb_h1"])
+@pytest.mark.parametrize("layout", ["single", "tp2_pp2", "dp2", "dp2_zero1", "dp2_tp2_zero3", "pp2_zb_h1"])
 def test_gradients_that_hooks_and_clipping_see_are_those_without_a_scale(pool: RankPool, layout: str) -> None:
     """Scaled and unscaled runs agree to float16's rounding; a scale of 1 and of 4096 would differ by 4096."""
     world = LAYOUTS[layout][0]
@@ -136,7 +136,7 @@ def overflows_once(layout: str, root: str, **options: Any) -> Any:
     ]
 
 
-@pytest.mark.parametrize(("first", "second"), [("tp2_pp2", "single"), ("dp2_zero1", "pp2")])
+@pytest.mark.parametrize(("first", "second"), [("tp2_pp2", "single"), ("dp2_zero2", "pp2"), ("pp2", "dp2_zero2")])
 def test_the_scale_survives_a_checkpoint_of_another_layout(
     pool: RankPool, tmp_path: Path, first: str, second: str
 ) -> None:

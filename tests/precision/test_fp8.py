@@ -80,7 +80,9 @@ def test_each_layer_s_gradient_against_bfloat16(alone: dict[str | None, dict[str
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "pp2_zb_h1", "dp2_zero1", "tp2_pp2", "dp2_tp2_zero1"])
+@pytest.mark.parametrize(
+    "layout", ["tp2", "pp2", "pp2_zb_h1", "dp2_zero1", "tp2_pp2", "dp2_tp2_zero1", "dp2_tp2_zero3"]
+)
 def test_on_every_layout(pool: RankPool, alone: dict[str | None, dict[str, Any]], layout: str, recipe: str) -> None:
     """A rank scales its own pieces and microbatches, so that layouts round differently, but no more."""
     found = pool.run(one_step, LAYOUTS[layout][0], layout, recipe, mode="trainer")[0]
