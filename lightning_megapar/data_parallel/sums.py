@@ -71,9 +71,9 @@ class UnitSums:
             unit.set_reshard_after_backward(unit in resharded)
             unit.set_is_last_backward(False)  # sums that are started are waited for in the end
 
-    def open(self, units: Collection[FSDPModule]) -> None:
-        """The coming backward completes gradients of ``units``: reduce each within it, as soon as its turn comes."""
-        self._turns = [unit for unit in self.order if unit in units]
+    def open(self, first: Collection[FSDPModule], then: Collection[FSDPModule] = ()) -> None:
+        """The coming backward completes gradients of these: reduce each within it, as soon as its turn comes."""
+        self._turns = [unit for some in (first, then) for unit in self.order if unit in some]
         self._ready.clear()
 
     def close(self) -> None:

@@ -173,7 +173,9 @@ class ZeroUnits:
         Every gather of the step comes before, on all data ranks: both are collectives of one group.
         """
         self.complete()
-        self._sums.open(units)
+        # What other chunks use as well may get nothing from this one, and must not keep the others waiting.
+        shared = {unit for unit, users in zip(self.units, self.users) if len(users) > 1}
+        self._sums.open([unit for unit in units if unit not in shared], [unit for unit in units if unit in shared])
 
     def close(self) -> None:
         """That backward is over: reduce those that have not been."""
