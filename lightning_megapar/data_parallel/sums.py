@@ -25,7 +25,6 @@ from lightning_megapar.data_parallel.gathers import groups_of
 
 END = "_root_post_backward_final_callback"
 
-
 Whole = tuple[nn.Parameter, Tensor | None]
 """A parameter (this rank's shard), and this rank's addend to its gradient: whole, or ``None`` if frozen."""
 
@@ -58,7 +57,7 @@ class UnitSums:
             (group_of_unit,) = groups_of(unit)
             self._inner[unit] = group_of_unit.post_backward
             group_of_unit.post_backward = partial(self._through, unit)
-            unit.set_requires_gradient_sync(False)
+            unit.set_requires_gradient_sync(False, recurse=False)
 
     def begin_step(self, resharded: Collection[FSDPModule]) -> None:
         """Before a step; ``resharded`` let go of their parameters behind each backward."""
@@ -67,8 +66,8 @@ class UnitSums:
         self._completed.clear()
         self._present = {unit: [False] * len(parameters) for unit, parameters in self._parameters.items()}
         for unit in self._units:
-            unit.set_requires_gradient_sync(False)
-            unit.set_reshard_after_backward(unit in resharded)
+            unit.set_requires_gradient_sync(False, recurse=False)
+            unit.set_reshard_after_backward(unit in resharded, recurse=False)
             unit.set_is_last_backward(False)  # sums that are started are waited for in the end
 
     def open(self, first: Collection[FSDPModule], then: Collection[FSDPModule] = ()) -> None:
@@ -107,9 +106,9 @@ class UnitSums:
                 whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None) or whole.dtype)
         if self.observe is not None:
             self.observe([(one.sharded_param, _gradient_of(one)) for one in self._parameters[unit]])
-        unit.set_requires_gradient_sync(True)
+        unit.set_requires_gradient_sync(True, recurse=False)
         self._inner[unit]()
-        unit.set_requires_gradient_sync(False)
+        unit.set_requires_gradient_sync(False, recurse=False)
 
     def agree(self, digest: int) -> bool:
         """At the end of a step's sums; collective over the data ranks.
@@ -186,11 +185,9 @@ def end_backward(units: Iterable[FSDPModule], reshards: bool) -> None:
     (``torch.distributed.pipelining.stage``), is what FSDP2 does at the end of a backward.
     """
     for unit in units:
-        unit.set_reshard_after_backward(reshards)
+        unit.set_reshard_after_backward(reshards, recurse=False)
         unit.set_is_last_backward(True)
         getattr(unit._get_fsdp_state(), END)()
-        if reshards:
-            unit.reshard()
 
 
 def knows_ends(unit: FSDPModule) -> bool:
