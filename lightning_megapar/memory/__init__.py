@@ -1,7 +1,9 @@
 """Memory: what to recompute within a budget, an allocator, traces and layouts planned from them."""
 
 from lightning_megapar.memory.allocator import AllocatorStats, ArenaFullError, BestFitAllocator, Block
+from lightning_megapar.memory.layout import Layout, plan_offline
 from lightning_megapar.memory.recompute import BlockCosts, RecomputePlan, plan_recompute
+from lightning_megapar.memory.trace import Trace
 
 __all__ = [
     "AllocatorStats",
@@ -9,6 +11,9 @@ __all__ = [
     "BestFitAllocator",
     "Block",
     "BlockCosts",
+    "Layout",
     "RecomputePlan",
+    "Trace",
+    "plan_offline",
     "plan_recompute",
 ]

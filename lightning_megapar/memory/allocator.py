@@ -42,8 +42,7 @@ class ArenaFullError(MemoryError):
     def __init__(self, requested: int, largest_free_block: int, free_bytes: int, capacity: int) -> None:
         super().__init__(
             f"no free block of {requested} bytes: the largest of {free_bytes} free bytes has {largest_free_block} "
-            f"(capacity {capacity})"
-            + (", compact() would make room" if free_bytes >= requested else "")
+            f"(capacity {capacity})" + (", compact() would make room" if free_bytes >= requested else "")
         )
         self.requested, self.largest_free_block, self.free_bytes = requested, largest_free_block, free_bytes
 

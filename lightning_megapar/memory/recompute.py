@@ -21,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lightning_megapar.config import ConfigError
 
@@ -162,7 +163,7 @@ class _Suffix:
             hull = _hull(some)
             self._bytes += hull[0][0]
             self._units += hull[0][1]
-            steps += [((y1 - y0) / (x1 - x0), x1 - x0, y1 - y0) for (x0, y0), (x1, y1) in zip(hull, hull[1:])]
+            steps += [((y1 - y0) / (x1 - x0), x1 - x0, y1 - y0) for (x0, y0), (x1, y1) in pairwise(hull)]
         self._ends, self._values = [0], [self._units]
         for _, more, less in sorted(steps):
             self._ends.append(self._ends[-1] + more)
