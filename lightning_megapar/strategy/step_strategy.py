@@ -110,6 +110,8 @@ class StepStrategy(PrecisionStrategy):
             return output
         if self._rebalancer is not None:
             self._rebalancer.before_step()
+        begun = self._in_window if self.stepper.window_is_open else None
+        self._in_window = (self._position, 1) if begun is None else (begun[0], begun[1] + 1)
         seen = self._is_seen("on_train_batch_end")
         with self._in_working_dtype():
             result = self.stepper.train(
