@@ -73,6 +73,7 @@ class StepStrategy(PrecisionStrategy):
             return
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        self.stepper.steps = trainer.fit_loop.epoch_loop.batch_progress.total.started  # random numbers go on as well
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         # A checkpoint from the very end of an epoch says that all its batches are done; Lightning would count them
         # into the epoch that follows, and leave it after one batch.

@@ -28,7 +28,14 @@ BATCH = 8
 
 
 def train(
-    options: dict[str, Any], world: int, root: str, *, stop: int, ckpt: str | None = None, save: str | None = None
+    options: dict[str, Any],
+    world: int,
+    root: str,
+    *,
+    stop: int,
+    ckpt: str | None = None,
+    save: str | None = None,
+    dropout: float = 0.0,
 ) -> dict[str, Any]:
     from lightning_megapar import MegaParStrategy
 
@@ -50,7 +57,7 @@ def train(
         enable_model_summary=False,
         default_root_dir=root,
     )
-    trainer.fit(parity.Model(parity.style("gpt2"), "adamw"), loader, ckpt_path=ckpt)
+    trainer.fit(parity.Model(parity.style("gpt2", dropout=dropout), "adamw"), loader, ckpt_path=ckpt)
     if save is not None:
         trainer.save_checkpoint(save)
     return {"losses": record.losses, "weights": record.weights, "norms": record.norms}
@@ -210,6 +217,17 @@ def test_a_plain_lightning_file_goes_on_with_its_optimizer(pool: RankPool, tmp_p
     world, options = LAYOUTS[layout]
     after = pool.run(continue_plain, world, options, world, str(tmp_path), path, mode="trainer")[0]
     assert after == pytest.approx(whole[2:], rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["dp2_zero1", "tp2_sp"])
+def test_random_numbers_go_on(pool: RankPool, tmp_path: Path, layout: str) -> None:
+    """Masks of dropout are those of the run that was not interrupted, and not the first ones again."""
+    world, options = LAYOUTS[layout]
+    path, root, more = str(tmp_path / "run.ckpt"), str(tmp_path), {"mode": "trainer", "dropout": 0.2}
+    whole = pool.run(train, world, options, world, root, stop=7, **more)[0]
+    pool.run(train, world, options, world, root, stop=4, save=path, **more)
+    found = pool.run(train, world, options, world, root, stop=7, ckpt=path, **more)[0]
+    assert found["norms"] == pytest.approx(whole["norms"][4:], rel=1e-9)
 
 
 class SavesWithin(Callback):
