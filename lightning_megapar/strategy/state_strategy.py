@@ -92,6 +92,23 @@ class StateStrategy(MeshStrategy):
         assert self.lightning_module is not None
         return local_state(self.lightning_module, self.prepared.names)
 
+    def on_validation_start(self) -> None:
+        self._show_shards()  # averaged weights are swapped in behind this hook
+
+    def on_validation_end(self) -> None:
+        self._show_shards()
+
+    def on_test_end(self) -> None:
+        self._show_shards()
+
+    def on_predict_end(self) -> None:
+        self._show_shards()
+
+    def _show_shards(self) -> None:
+        """Where hooks may change weights, the module shows what optimizers and checkpoints know of."""
+        if self._prepared is not None and self._prepared.zero is not None:
+            self._prepared.zero.let_go()
+
     @property
     def optimizers(self) -> list[Optimizer]:
         return self._optimizers
