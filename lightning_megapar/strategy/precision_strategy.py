@@ -19,6 +19,7 @@ from lightning_megapar.precision import masters
 from lightning_megapar.precision.loss_scale import LossScale, LossScaleOptions, given_loss_scale
 from lightning_megapar.precision.masters import WorkingCopies, is_bfloat16_true
 from lightning_megapar.precision.plugin import LossScaling, is_float16_mixed, refuse_for_float16
+from lightning_megapar.strategy.limits import refuse_precision
 from lightning_megapar.strategy.state_strategy import StateStrategy
 
 
@@ -72,6 +73,10 @@ class PrecisionStrategy(StateStrategy):
             # Lightning's clipping sees one rank's tensors only (and refuses fused optimizers): ours is global.
             plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
         self._precision_plugin = plugin
+
+    def before_launch(self, trainer: Any, args: Sequence[Any] = ()) -> None:
+        """Refuse what no step can train with, while there is one process."""
+        refuse_precision(self.precision_plugin)
 
     def _parameters_of_ranks(
         self,
