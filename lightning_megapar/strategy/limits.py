@@ -50,6 +50,19 @@ def refuse_precision(plugin: Any) -> None:
         )
 
 
+def refuse_clipping(bound: float | None) -> None:
+    """Refuse a ``gradient_clip_val`` that bounds nothing and does not say so.
+
+    Raises:
+        ConfigError: below 0, or no number.
+    """
+    if bound is not None and not bound >= 0:
+        raise ConfigError(
+            f"gradient_clip_val={bound!r}: expected a positive number, or None (or 0) for no clipping"
+            + (f"; nearest valid: {-bound!r}" if bound < 0 else "")
+        )
+
+
 def refuse_callbacks(callbacks: Iterable[Any], prepared: PreparedModule) -> None:
     """Refuse Lightning's callbacks that need whole parameters where a rank has parts, or all ranks when one fails.
 

@@ -19,7 +19,7 @@ from lightning_megapar.precision import masters
 from lightning_megapar.precision.loss_scale import LossScale, LossScaleOptions, given_loss_scale
 from lightning_megapar.precision.masters import WorkingCopies, is_bfloat16_true
 from lightning_megapar.precision.plugin import LossScaling, is_float16_mixed, refuse_for_float16
-from lightning_megapar.strategy.limits import refuse_precision
+from lightning_megapar.strategy.limits import refuse_clipping, refuse_precision
 from lightning_megapar.strategy.state_strategy import StateStrategy
 
 
@@ -77,6 +77,7 @@ class PrecisionStrategy(StateStrategy):
     def before_launch(self, trainer: Any, args: Sequence[Any] = ()) -> None:
         """Refuse what no step can train with, while there is one process."""
         refuse_precision(self.precision_plugin)
+        refuse_clipping(trainer.gradient_clip_val)
 
     def _parameters_of_ranks(
         self,
