@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_megapar.callbacks.meter import SCALING, Meter, MeteredCallback, StepRecord, as_float
+from lightning_megapar.callbacks.meter import SCALING, Meter, MeteredCallback, StepRecord, as_float, figures_of
 from lightning_megapar.config import ConfigError
 
 COLUMNS = (
@@ -29,7 +29,9 @@ COLUMNS = (
 )
 """In the file's order; meaning and units stand at :class:`~lightning_megapar.callbacks.meter.StepRecord`. ``seconds``
 and ``consumed_samples`` (samples of all data ranks) count from the run's start and go on when it is resumed. Under
-``precision="16-mixed"`` ``loss_scale`` and ``skipped_steps`` stand behind them."""
+``precision="16-mixed"`` ``loss_scale`` and ``skipped_steps`` stand behind them, and behind these what other callbacks
+tell of each step: ``noise_scale``, ``noise_scale/grad_sq``, ``noise_scale/trace``, ``batch_size``, ``lr_factor``,
+``weight_decay``."""
 
 
 class MetricsCSV(MeteredCallback):
@@ -73,7 +75,8 @@ class MetricsCSV(MeteredCallback):
         path = self.path(trainer)
         path.parent.mkdir(parents=True, exist_ok=True)
         scaled = getattr(trainer.strategy, "loss_scale", None) is not None
-        self._columns, last = _prepare(path, trainer.global_step, COLUMNS + (SCALING if scaled else ()))
+        asked = (*COLUMNS, *(SCALING if scaled else ()), *figures_of(trainer))
+        self._columns, last = _prepare(path, trainer.global_step, asked)
         # With rows at an interval, what happened since the last of them is not known.
         known = trainer.global_step == (0 if last is None else int(last["step"]))
         self._earlier = {
@@ -117,6 +120,7 @@ class MetricsCSV(MeteredCallback):
     def _values(self, record: StepRecord, val_loss: float | None) -> dict[str, Any]:
         samples, seconds = self._earlier["consumed_samples"], self._earlier["seconds"]
         return {
+            **record.figures,
             **vars(record),
             "val_loss": val_loss,
             "consumed_samples": None if samples is None else int(samples) + record.samples,

@@ -81,6 +81,11 @@ class DynamicWeightDecay(StepSetting):
         self._reference: dict[str, Any] = {}
         self._latest: float | None = None
 
+    @property
+    def step_figures(self) -> dict[str, float | None]:
+        """What is logged of the latest step, for callbacks that report steps."""
+        return {"weight_decay": self._latest}
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for optimizer in trainer.optimizers:
             refuse_coupled(optimizer)
@@ -98,6 +103,7 @@ class DynamicWeightDecay(StepSetting):
         self.change(trainer, "weight_decay", self._decay)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._latest = None
         per_rank = batch_per_rank(trainer, batch)
         self._samples = per_rank * data_size(trainer) * int(trainer.accumulate_grad_batches)
         if not self._reference:
@@ -126,7 +132,6 @@ class DynamicWeightDecay(StepSetting):
     ) -> None:
         if self._latest is not None:
             pl_module.log("weight_decay", self._latest)
-            self._latest = None
 
     def leave(self) -> None:
         super().leave()
