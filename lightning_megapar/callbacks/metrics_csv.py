@@ -33,6 +33,10 @@ and ``consumed_samples`` (samples of all data ranks) count from the run's start 
 tell of each step: ``noise_scale``, ``noise_scale/grad_sq``, ``noise_scale/trace``, ``batch_size``, ``lr_factor``,
 ``weight_decay``."""
 
+TOTALS = ("consumed_samples", "seconds")
+KEY = "lightning_megapar_totals"
+"""Where a checkpoint has the totals of the run so far."""
+
 
 class MetricsCSV(MeteredCallback):
     """Writes ``metrics.csv``, one row per optimizer step, on rank 0.
@@ -42,7 +46,7 @@ class MetricsCSV(MeteredCallback):
 
     A run that resumes at step N into an existing file drops the rows beyond N (and a torn last line) and goes on
     without a second header. A run that starts at step 0 never writes over an older file: that is renamed to
-    ``metrics_1.csv`` (or the next free number) first.
+    ``metrics_1.csv`` (or the next free number) first. Checkpoints hold the totals, for a new run from one of them.
 
     Args:
         dirpath: folder of the file; ``None`` is the Trainer's ``default_root_dir``.
@@ -61,7 +65,8 @@ class MetricsCSV(MeteredCallback):
         self._columns: tuple[str, ...] = COLUMNS
         self._last_row_at = 0
         self._last_step: int | None = None
-        self._earlier: dict[str, float | None] = {}
+        self._earlier: dict[str, float | None] = dict.fromkeys(TOTALS)
+        self._restored: dict[str, float | None] = {}
 
     def path(self, trainer: Trainer) -> Path:
         """Where the file is."""
@@ -77,15 +82,34 @@ class MetricsCSV(MeteredCallback):
         scaled = getattr(trainer.strategy, "loss_scale", None) is not None
         asked = (*COLUMNS, *(SCALING if scaled else ()), *figures_of(trainer))
         self._columns, last = _prepare(path, trainer.global_step, asked)
-        # With rows at an interval, what happened since the last of them is not known.
-        known = trainer.global_step == (0 if last is None else int(last["step"]))
-        self._earlier = {
-            name: _number((last or {}).get(name, "") or "0") if known else None
-            for name in ("consumed_samples", "seconds")
-        }
+        self._earlier = self._totals(trainer.global_step, last)
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115 - lives until training ends
         self._last_row_at = self._file.seek(0, os.SEEK_END)
         self._last_step = None
+
+    def _totals(self, step: int, last: dict[str, str] | None) -> dict[str, float | None]:
+        """What the run had used up to ``step``; ``None`` where nobody knows.
+
+        With rows at an interval the last one may be of an earlier step, and a new run from a checkpoint of another has
+        no rows: then the checkpoint knows.
+        """
+        if step == 0:
+            return dict.fromkeys(TOTALS, 0.0)
+        row = last if last is not None and int(last["step"]) == step else {}
+        kept = self._restored if self._restored.get("step") == step else {}
+        return {name: _number(row.get(name, "")) if row.get(name) else kept.get(name) for name in TOTALS}
+
+    # Not state_dict, of which Lightning allows one for a kind of callback: a run may write two files.
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.meter is not None and self.meter.has_record:
+            values = self._values(self.meter.record(trainer), None)
+        else:  # stopped before its first step
+            values = {"step": trainer.global_step, **self._earlier}
+        checkpoint[KEY] = {name: values[name] for name in ("step", *TOTALS)}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._restored = dict(checkpoint.get(KEY) or {})
 
     def step_ended(self, trainer: Trainer, pl_module: LightningModule, meter: Meter) -> None:
         if self._file is not None and trainer.global_step % self.every_n_steps == 0:

@@ -85,7 +85,7 @@ def test_a_run_and_its_continuation_on_another_layout(typed: Path) -> None:
     before = (run / "metrics.csv").read_bytes()
     command(typed, f"resume={run}/checkpoints/last.ckpt", "parallel=single", "trainer.max_steps=7")
     [new] = [path for path in (typed / "runs").iterdir() if path.name != "a"]
-    assert [row["step"] for row in rows(new)] == ["7"]
+    assert [(row["step"], row["consumed_samples"]) for row in rows(new)] == [("7", str(7 * 16))]
     assert (run / "metrics.csv").read_bytes() == before
 
 
