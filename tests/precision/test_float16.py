@@ -250,10 +250,18 @@ def test_refusals(tmp_path: Path, kind: type[parity.Model], message: str) -> Non
         train("single", "16-mixed", model=kind(parity.style("gpt2"), "sgd"), root=str(tmp_path))
 
 
-def test_a_loss_scale_without_16_mixed_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"is for precision='16-mixed', and this run's is 'bf16-mixed'.*float16_plu"):
+@pytest.mark.parametrize(
+    ("scale", "precision", "message"),
+    [
+        (SCALE, "16-mixed", r"^loss_scale={'initial': 4096.0} is for .* this run's is 'bf16-mixed'.*float16_plugin"),
+        (1024, "32-true", r"^loss_scale=1024 is for .* this run's is '32-true'; valid: .* or precision='16-mixed'"),
+        (1024, "bf16-true", r"In the recipes: precision.loss_scale=null, or precision=fp16$"),
+    ],
+)
+def test_a_loss_scale_without_16_mixed_is_refused(scale: Any, precision: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Trainer(
-            strategy=MegaParStrategy(loss_scale=SCALE), accelerator="cpu", devices=1, precision="16-mixed", logger=False
+            strategy=MegaParStrategy(loss_scale=scale), accelerator="cpu", devices=1, precision=precision, logger=False
         )
 
 
