@@ -43,7 +43,7 @@ class GradientNoiseScale(Callback):
             raise ConfigError(f"GradientNoiseScale source={source!r}: expected auto, {', '.join(SOURCES)}{hint}")
         self.every_n_steps = every_n_steps
         self.source = source
-        self.running = RunningMoments(decay)
+        self.running = RunningMoments(decay, "GradientNoiseScale decay")
         self._observer: NoiseObserver | None = None
         self._windows = 0
 

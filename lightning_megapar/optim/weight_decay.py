@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_megapar.config import ConfigError
+from lightning_megapar.config import ConfigError, nearest_name
 from lightning_megapar.data.module import data_size
 from lightning_megapar.optim.around_step import StepSetting
 from lightning_megapar.optim.window import batch_per_rank, summed
@@ -63,10 +63,11 @@ class DynamicWeightDecay(StepSetting):
         if timescale is not None and not timescale > 0:
             raise ConfigError(f"DynamicWeightDecay timescale={timescale!r}: expected a positive number of {unit}")
         if unit not in UNITS:
-            raise ConfigError(f"DynamicWeightDecay unit={unit!r}: expected {', '.join(UNITS)}")
+            raise ConfigError(f"DynamicWeightDecay unit={unit!r}: expected {', '.join(UNITS)}{_hint(unit, UNITS)}")
         if isinstance(schedule, str) and schedule not in SCHEDULES:
             raise ConfigError(
                 f"DynamicWeightDecay schedule={schedule!r}: expected {', '.join(SCHEDULES)}, or a function"
+                + _hint(schedule, SCHEDULES)
             )
         if not 0.0 <= floor <= 1.0:
             raise ConfigError(f"DynamicWeightDecay floor={floor!r}: expected 0 to 1")
@@ -142,6 +143,11 @@ class DynamicWeightDecay(StepSetting):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._reference = state_dict["reference"]
+
+
+def _hint(given: object, valid: Iterable[str]) -> str:
+    near = nearest_name(str(given), valid)
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def refuse_coupled(optimizer: Optimizer) -> None:

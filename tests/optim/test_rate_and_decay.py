@@ -207,8 +207,10 @@ def test_a_coupled_decay_is_refused(module: type[Net]) -> None:
     ("options", "message"),
     [
         ({"timescale": 0.0}, "expected a positive number of samples"),
-        ({"unit": "tokens"}, "expected samples, epochs, steps"),
-        ({"schedule": "triangle"}, "expected constant, linear, cosine, or a function"),
+        ({"unit": "tokens"}, "expected samples, epochs, steps$"),
+        ({"unit": "sample"}, "unit='sample': expected samples, epochs, steps; did you mean 'samples'"),
+        ({"schedule": "triangle"}, "expected constant, linear, cosine, or a function$"),
+        ({"schedule": "cosin"}, "schedule='cosin': expected .*, or a function; did you mean 'cosine'"),
         ({"floor": 2.0}, "floor=2.0: expected 0 to 1"),
     ],
 )
