@@ -19,6 +19,7 @@ from lightning_megapar.precision import masters
 from lightning_megapar.precision.loss_scale import LossScale, LossScaleOptions, given_loss_scale
 from lightning_megapar.precision.masters import WorkingCopies, is_bfloat16_true
 from lightning_megapar.precision.plugin import LossScaling, is_float16_mixed, refuse_for_float16
+from lightning_megapar.strategy.limits import refuse_clipping, refuse_precision
 from lightning_megapar.strategy.state_strategy import StateStrategy, unwrapped
 
 
@@ -38,6 +39,7 @@ class PrecisionStrategy(StateStrategy):
         loss_scale: Any = None,
     ) -> None:
         self.loss_scale_options = given_loss_scale(loss_scale)
+        self._loss_scale_as_given = loss_scale
         self._loss_scaling: LossScaling | None = None
         self._working: WorkingCopies | None = None
         self._trial_convert: Callable[[nn.Module], nn.Module] | None = None
@@ -85,14 +87,21 @@ class PrecisionStrategy(StateStrategy):
             self._loss_scaling.adopt(plugin, ranks=self._parameters_of_ranks, tell=self._log_step)
         elif plugin is not None and self.loss_scale_options is not None:
             raise ConfigError(
-                f"loss_scale={self.loss_scale_options} is for precision='16-mixed', and this run's is "
-                f"{getattr(plugin, 'precision', '32-true')!r}; valid: loss_scale=None, or, where Lightning turns "
-                "16-mixed into bf16-mixed (on a CPU), Trainer(plugins=[lightning_megapar.precision.float16_plugin()])"
+                f"loss_scale={self._loss_scale_as_given} is for precision='16-mixed', and this run's is "
+                f"{getattr(plugin, 'precision', '32-true')!r}; valid: loss_scale=None, or precision='16-mixed' (where "
+                "Lightning turns that into bf16-mixed, on a CPU: "
+                "Trainer(plugins=[lightning_megapar.precision.float16_plugin()])). In the recipes: "
+                "precision.loss_scale=null, or precision=fp16"
             )
         if plugin is not None:
             # Lightning's clipping sees one rank's tensors only (and refuses fused optimizers): ours is global.
             plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
         self._precision_plugin = plugin
+
+    def before_launch(self, trainer: Any, args: Sequence[Any] = ()) -> None:
+        """Refuse what no step can train with, while there is one process."""
+        refuse_precision(self.precision_plugin)
+        refuse_clipping(trainer.gradient_clip_val)
 
     def _parameters_of_ranks(
         self,
