@@ -136,11 +136,12 @@ def _is_per_sample(node: Any, size: int) -> bool:
 
 
 def _first_item(node: Any, nominal: int | None) -> Tensor | Sequence[Any] | None:
-    """The first tensor, or the first list of ``nominal`` tensors of unlike meaning: one per sample."""
+    """The first tensor, or the first list of ``nominal`` tensors of one kind (dtype, dimensions): one per sample."""
     if isinstance(node, Tensor):
         return node if node.ndim > 0 else None
     tensors = isinstance(node, (list, tuple)) and len(node) == nominal and all(isinstance(x, Tensor) for x in node)
-    if tensors and any(x.ndim == 0 or x.shape[0] != nominal for x in node):
+    alike = tensors and len({(x.dtype, x.ndim) for x in node}) == 1
+    if alike and any(x.ndim == 0 or x.shape[0] != nominal for x in node):
         return node
     items = (_first_item(child, nominal) for child in _children(node) or ())
     return next((item for item in items if item is not None), None)

@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from lightning_megapar.config import ConfigError
 from lightning_megapar.data import TextDataModule
 from lightning_megapar.models.gpt import GPTConfig
 from lightning_megapar.models.language_model import LanguageModel
@@ -242,6 +243,27 @@ def draw(curves: list[Curve], path: Path) -> None:
     Drawing(800, 660, shapes, "Fixed batch, scheduled ramp and ramp by the gradient noise scale").save(path)
 
 
+def refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Leave with a message for what cannot be, before the hours and not after them."""
+    if args.batch % 16 or args.batch < 16:
+        parser.error(f"--batch {args.batch} is no multiple of 16 (nearest: {max(16, round(args.batch / 16) * 16)})")
+    for name in ("seeds", "sequence", "validation", "points", "max_bytes"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
+    for name in ("lr", "noise_ratio"):
+        if not 0 < getattr(args, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name):g}: expected a positive number")
+    # A batch of the ramps before each validation; the scheduled ramp grows at an eighth of the samples.
+    least = max(8, args.points * args.batch // 4)
+    if args.samples < least:
+        parser.error(f"--samples {args.samples}: expected at least {least} with --batch {args.batch} and {args.points} "
+                     "validations (--points)")  # fmt: skip
+    try:
+        Drawing(1, 1, ()).save(args.out)
+    except ConfigError as error:
+        parser.error(f"--{error}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=6144, help="of each run")
@@ -256,12 +278,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("batch_ramp.svg"), help="picture, .svg or .png")
     parser.add_argument("--json", type=Path, default=None, help="the curves")
     args = parser.parse_args(arguments)
-    if args.batch % 16:
-        parser.error(f"--batch {args.batch} is no multiple of 16 (nearest: {max(16, round(args.batch / 16) * 16)})")
+    refuse(parser, args)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     console = Console()
-    Drawing(1, 1, ()).save(args.out)  # refuse a name that cannot be written before the hours, not after them
     curves: list[Curve] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ class StepRecord:
         total_steps: the Trainer's last step.
         loss_scale, skipped_steps: as logged under ``precision="16-mixed"``: the scale of the step, and the steps that
             were skipped up to it.
+        figures: what other callbacks tell of the step, by the names under which they log it (``noise_scale``,
+            ``batch_size``, ...); see :func:`figures_of`.
     """
 
     step: int
@@ -66,6 +68,7 @@ class StepRecord:
     total_steps: int | None
     loss_scale: float | None = None
     skipped_steps: float | None = None
+    figures: Mapping[str, float | None] = field(default_factory=dict)
 
 
 class _TimedProfiler(Profiler):
@@ -207,6 +210,7 @@ class Meter:
             "lr": self._lr,
             "now": now,
             "scaling": {name: trainer.callback_metrics.get(name) for name in SCALING},
+            "figures": figures_of(trainer),
         }
         self._losses, self._tokens, self._step_seconds, self._step_waited = [], 0, 0.0, 0.0
         return True
@@ -238,6 +242,7 @@ class Meter:
         lr: float | None,
         now: float,
         scaling: dict[str, Any],
+        figures: dict[str, float | None],
     ) -> StepRecord:
         seconds = sum(entry[0] for entry in self._history)
         tokens = sum(entry[2] for entry in self._history)
@@ -258,6 +263,7 @@ class Meter:
             seconds=elapsed,
             eta_seconds=None if total is None or done < 1 else max(0, total - self._step) * elapsed / done,
             total_steps=total,
+            figures=figures,
             **{name: as_float(value) for name, value in scaling.items()},
         )
 
@@ -319,6 +325,19 @@ def as_float(value: Any) -> float | None:
     if isinstance(value, Tensor):
         return float(value.detach().item()) if value.numel() == 1 else None
     return float(value) if isinstance(value, (int, float)) else None
+
+
+def figures_of(trainer: Trainer) -> dict[str, float | None]:
+    """What callbacks with ``step_figures`` (a mapping of names to numbers) tell of the latest step.
+
+    Asked rather than read from the logged metrics: one may log at the end of the batch, behind those that report.
+    """
+    found: dict[str, float | None] = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        figures = getattr(callback, "step_figures", None)
+        if isinstance(figures, Mapping):
+            found.update({str(name): as_float(value) for name, value in figures.items()})
+    return found
 
 
 def token_count(batch: Any) -> int:

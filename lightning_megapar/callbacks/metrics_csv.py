@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_megapar.callbacks.meter import SCALING, Meter, MeteredCallback, StepRecord, as_float
+from lightning_megapar.callbacks.meter import SCALING, Meter, MeteredCallback, StepRecord, as_float, figures_of
 from lightning_megapar.config import ConfigError
 
 COLUMNS = (
@@ -29,7 +29,13 @@ COLUMNS = (
 )
 """In the file's order; meaning and units stand at :class:`~lightning_megapar.callbacks.meter.StepRecord`. ``seconds``
 and ``consumed_samples`` (samples of all data ranks) count from the run's start and go on when it is resumed. Under
-``precision="16-mixed"`` ``loss_scale`` and ``skipped_steps`` stand behind them."""
+``precision="16-mixed"`` ``loss_scale`` and ``skipped_steps`` stand behind them, and behind these what other callbacks
+tell of each step: ``noise_scale``, ``noise_scale/grad_sq``, ``noise_scale/trace``, ``batch_size``, ``lr_factor``,
+``weight_decay``."""
+
+TOTALS = ("consumed_samples", "seconds")
+KEY = "lightning_megapar_totals"
+"""Where a checkpoint has the totals of the run so far."""
 
 
 class MetricsCSV(MeteredCallback):
@@ -40,7 +46,7 @@ class MetricsCSV(MeteredCallback):
 
     A run that resumes at step N into an existing file drops the rows beyond N (and a torn last line) and goes on
     without a second header. A run that starts at step 0 never writes over an older file: that is renamed to
-    ``metrics_1.csv`` (or the next free number) first.
+    ``metrics_1.csv`` (or the next free number) first. Checkpoints hold the totals, for a new run from one of them.
 
     Args:
         dirpath: folder of the file; ``None`` is the Trainer's ``default_root_dir``.
@@ -59,7 +65,8 @@ class MetricsCSV(MeteredCallback):
         self._columns: tuple[str, ...] = COLUMNS
         self._last_row_at = 0
         self._last_step: int | None = None
-        self._earlier: dict[str, float | None] = {}
+        self._earlier: dict[str, float | None] = dict.fromkeys(TOTALS)
+        self._restored: dict[str, float | None] = {}
 
     def path(self, trainer: Trainer) -> Path:
         """Where the file is."""
@@ -73,16 +80,36 @@ class MetricsCSV(MeteredCallback):
         path = self.path(trainer)
         path.parent.mkdir(parents=True, exist_ok=True)
         scaled = getattr(trainer.strategy, "loss_scale", None) is not None
-        self._columns, last = _prepare(path, trainer.global_step, COLUMNS + (SCALING if scaled else ()))
-        # With rows at an interval, what happened since the last of them is not known.
-        known = trainer.global_step == (0 if last is None else int(last["step"]))
-        self._earlier = {
-            name: _number((last or {}).get(name, "") or "0") if known else None
-            for name in ("consumed_samples", "seconds")
-        }
+        asked = (*COLUMNS, *(SCALING if scaled else ()), *figures_of(trainer))
+        self._columns, last = _prepare(path, trainer.global_step, asked)
+        self._earlier = self._totals(trainer.global_step, last)
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115 - lives until training ends
         self._last_row_at = self._file.seek(0, os.SEEK_END)
         self._last_step = None
+
+    def _totals(self, step: int, last: dict[str, str] | None) -> dict[str, float | None]:
+        """What the run had used up to ``step``; ``None`` where nobody knows.
+
+        With rows at an interval the last one may be of an earlier step, and a new run from a checkpoint of another has
+        no rows: then the checkpoint knows.
+        """
+        if step == 0:
+            return dict.fromkeys(TOTALS, 0.0)
+        row = last if last is not None and int(last["step"]) == step else {}
+        kept = self._restored if self._restored.get("step") == step else {}
+        return {name: _number(row.get(name, "")) if row.get(name) else kept.get(name) for name in TOTALS}
+
+    # Not state_dict, of which Lightning allows one for a kind of callback: a run may write two files.
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.meter is not None and self.meter.has_record:
+            values = self._values(self.meter.record(trainer), None)
+        else:  # stopped before its first step
+            values = {"step": trainer.global_step, **self._earlier}
+        checkpoint[KEY] = {name: values[name] for name in ("step", *TOTALS)}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._restored = dict(checkpoint.get(KEY) or {})
 
     def step_ended(self, trainer: Trainer, pl_module: LightningModule, meter: Meter) -> None:
         if self._file is not None and trainer.global_step % self.every_n_steps == 0:
@@ -117,6 +144,7 @@ class MetricsCSV(MeteredCallback):
     def _values(self, record: StepRecord, val_loss: float | None) -> dict[str, Any]:
         samples, seconds = self._earlier["consumed_samples"], self._earlier["seconds"]
         return {
+            **record.figures,
             **vars(record),
             "val_loss": val_loss,
             "consumed_samples": None if samples is None else int(samples) + record.samples,

@@ -25,6 +25,8 @@ _NARROWEST_BAR = 8
 class RunLine(MeteredCallback, ProgressBar):
     """Step, loss, gradient norm, tokens per second, peak memory, data wait and time left, in place of a progress bar.
 
+    With a ``GradientNoiseScale`` or a ``BatchSizeRamp`` among the callbacks also the noise scale and the batch size.
+
     On a terminal the line is redrawn in place with a bar behind it. Elsewhere a plain line (no control characters) is
     printed on standard output every ``every_n_steps`` optimizer steps and after the last one. It waits for a
     validation that follows the step, so that it can tell the validation loss, as do the lines after it. The numbers
@@ -227,13 +229,15 @@ def line(record: StepRecord, val_loss: float | None = None, activity: str = "", 
     say("loss", record.train_loss, lambda v: f"loss {v:.4f}")
     say("val_loss", val_loss, lambda v: f"val_loss {v:.4f}")
     say("grad_norm", record.grad_norm, lambda v: f"grad_norm {v:.4g}")
+    say("noise_scale", record.figures.get("noise_scale"), lambda v: f"noise_scale {v:.4g}")
+    say("batch_size", record.figures.get("batch_size"), lambda v: f"batch_size {v:.0f}")
     say("tokens", record.tokens_per_second, lambda v: f"{v:,.0f} tokens/s")
     say("memory", record.peak_memory_bytes or None, lambda v: f"peak {v / 2**20:,.0f} MiB")
     say("wait", record.data_wait_share, lambda v: f"data wait {100 * v:.1f} %")
     say("eta", record.eta_seconds, lambda v: f"ETA {timedelta(seconds=round(v))}")
     if activity:
         parts["activity"] = activity
-    for name in ("wait", "memory", "grad_norm", "eta", "tokens"):
+    for name in ("wait", "memory", "grad_norm", "noise_scale", "batch_size", "eta", "tokens"):
         if width is not None and len(" | ".join(parts.values())) > width:
             parts.pop(name, None)
     return " | ".join(parts.values())

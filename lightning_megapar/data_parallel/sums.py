@@ -12,6 +12,7 @@ one thing with another, or wait for ever. So FSDP2's hooks only tell that a unit
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -51,12 +52,19 @@ class UnitSums:
         self._inner: dict[FSDPModule, Any] = {}
         self._parameters = {unit: [p for g in groups_of(unit) for p in g.fsdp_params] for unit in units}
         self._present: dict[FSDPModule, list[bool]] = {}
+        self.repeated: set[FSDPModule] = set()
+        """Units that a forward has called more than once: a backward comes to them as often."""
+        self._backwards = 0
+        """Digest of the units whose parameters backwards have asked for, in their order."""
         self.observe: Callable[[list[Whole]], None] | None = None
         """Called with a unit's gradients on this rank alone, before they are summed."""
         for unit in units:
             (group_of_unit,) = groups_of(unit)
             self._inner[unit] = group_of_unit.post_backward
             group_of_unit.post_backward = partial(self._through, unit)
+            group_of_unit.pre_backward = partial(
+                self._begins, len(self._inner), group_of_unit, group_of_unit.pre_backward
+            )
             unit.set_requires_gradient_sync(False, recurse=False)
 
     def begin_step(self, resharded: Collection[FSDPModule]) -> None:
@@ -64,6 +72,7 @@ class UnitSums:
         self._turns.clear()
         self._ready.clear()
         self._completed.clear()
+        self._backwards = 0
         self._present = {unit: [False] * len(parameters) for unit, parameters in self._parameters.items()}
         for unit in self._units:
             unit.set_requires_gradient_sync(False, recurse=False)
@@ -81,12 +90,18 @@ class UnitSums:
             self.reduce(unit)
         self._turns = []
 
+    def _begins(self, number: int, group: Any, inner: Callable[..., None], *args: Any) -> None:
+        """A backward comes to a unit, and gathers its parameters if they are not there."""
+        if group._training_state.name != "PRE_BACKWARD":  # else it has come here by another output
+            self._backwards = zlib.crc32(str(number).encode(), self._backwards)
+        inner(*args)
+
     def _through(self, unit: FSDPModule, *_: Any) -> None:
         """FSDP2 is through a unit's backward."""
         self._completed.setdefault(unit)
-        if self._turns[:1] != [unit]:
+        if self._turns[:1] != [unit] or unit in self.repeated:
             self._inner[unit]()
-            if unit in self._turns:
+            if unit in self._turns and unit not in self.repeated:
                 self._ready.add(unit)
             return
         self.reduce(self._turns.pop(0))
@@ -109,6 +124,11 @@ class UnitSums:
         unit.set_requires_gradient_sync(True, recurse=False)
         self._inner[unit]()
         unit.set_requires_gradient_sync(False, recurse=False)
+
+    @property
+    def digest(self) -> int:
+        """Of the backwards of this step: a number of at most 20 bits."""
+        return self._backwards & 0xFFFFF
 
     def agree(self, digest: int) -> bool:
         """At the end of a step's sums; collective over the data ranks.

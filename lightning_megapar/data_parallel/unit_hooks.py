@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,3 +84,23 @@ def keep_containers(unit: nn.Module) -> None:
 
     unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     unit.register_forward_pre_hook(after, with_kwargs=True)
+
+
+@torch.no_grad()
+def keep_changes(parameter: Any) -> None:
+    """Where a gathered parameter (an ``FSDPParam``) is no longer what was gathered, change this rank's shard alike."""
+    whole, shard = _local(parameter._unsharded_param), _local(parameter.sharded_param)
+    ranks, rank = parameter.mesh_info.shard_mesh_size, parameter.mesh_info.shard_mesh_rank
+    pieces = whole.detach().chunk(ranks, dim=parameter.fsdp_placement.dim)
+    if rank >= len(pieces) or not shard.numel():
+        return
+    piece = pieces[rank].to(shard.device)
+    changed = piece != shard.to(piece.dtype)
+    shard.copy_(torch.where(changed, piece.to(shard.dtype), shard))
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """This rank's own tensor inside of any DTensors."""
+    while isinstance(value, DTensor):
+        value = value._local_tensor
+    return value

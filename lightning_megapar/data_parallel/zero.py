@@ -36,7 +36,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from lightning_megapar.config import ConfigError
 from lightning_megapar.data_parallel.gathers import GatherEach, GatherOnce, Gathers, drop_pending, groups_of
 from lightning_megapar.data_parallel.sums import END, UnitSums, Whole, are_alike, end_backward, knows_ends
-from lightning_megapar.data_parallel.unit_hooks import Together, accumulate_in, gather_for, keep_containers, untraced
+from lightning_megapar.data_parallel.unit_hooks import (
+    Together,
+    accumulate_in,
+    gather_for,
+    keep_changes,
+    keep_containers,
+    untraced,
+)
 from lightning_megapar.data_parallel.units import units_of
 
 
@@ -81,6 +88,9 @@ class ZeroUnits:
         self.calls_were_alike = True
         """Whether all data ranks called units in one order in the last step, where they must."""
         self._is_connected = False
+        self._stays_gathered = False
+        """Whether a step began with parameters that were gathered before it."""
+        self._in_forward: set[FSDPModule] = set()
         self._group = group
         self._device = torch.device(mesh.device_type)
         on_gpu = mesh.device_type == "cuda"
@@ -133,6 +143,9 @@ class ZeroUnits:
         self._connect()
         self.called.add(unit)
         if torch._C._current_graph_task_id() < 0:  # not recomputed in a backward
+            if unit in self._in_forward and torch.is_grad_enabled():
+                self._sums.repeated.add(unit)
+            self._in_forward.add(unit)
             self._gathers.before_call(unit)
 
     def _connect(self) -> None:
@@ -156,6 +169,8 @@ class ZeroUnits:
 
     def begin_step(self) -> None:
         """Before a step of any kind, and again behind a rehearsal."""
+        self._keep_changes()
+        self._in_forward.clear()
         self._gathers.begin_step()
         self._sums.begin_step(self.regathered)
 
@@ -165,6 +180,7 @@ class ZeroUnits:
 
     def begin_forward(self) -> None:
         """A microbatch is about to run through a chunk."""
+        self._in_forward.clear()
         self._gathers.begin_forward()
 
     def open(self, units: Collection[FSDPModule]) -> None:
@@ -191,7 +207,10 @@ class ZeroUnits:
 
         Collective over the data ranks.
         """
-        self.calls_were_alike = self._sums.agree(self._gathers.digest)
+        digest = self._gathers.digest ^ self._sums.digest if self.stage == 3 else 0
+        self.calls_were_alike = self._sums.agree(digest)
+        if reshards and self._stays_gathered:
+            self._keep_changes()
         end_backward([unit for unit in self.units if self.takes_part(unit)], reshards)
         if reshards:
             self.reshard()
@@ -203,6 +222,7 @@ class ZeroUnits:
         backward()
         self.close()
         self.finish(reshards=True)
+        self._in_forward.clear()
 
     def finish_forward(self) -> None:
         """A step without backwards is over; collective over the data ranks."""
@@ -215,12 +235,31 @@ class ZeroUnits:
         self._sums.forget()
         self.reshard()
 
+    def let_go(self) -> None:
+        """Between steps: as :meth:`reshard`, and what was changed in gathered parameters is changed in the shards."""
+        self._keep_changes()
+        self.reshard()
+
     def reshard(self) -> None:
-        """Let go of parameters (the module then shows its shards)."""
+        """Let go of parameters (the module then shows its shards); what was gathered may be out of date."""
         drop_pending(self.units)
         for unit in self.units:
             unit.reshard()
+        self._stays_gathered = False
         self._gathers.restart(self._sums.order[::-1])
+
+    def _keep_changes(self) -> None:
+        """Carry over into the shards what somebody has written into gathered parameters between two steps.
+
+        A hook that clamps or averages weights within an accumulation window, or behind a validation, meets them whole.
+        """
+        self._stays_gathered = False
+        for unit in self.units:
+            for group in groups_of(unit):
+                if group.is_unsharded and group._all_gather_result is None:
+                    self._stays_gathered = True
+                    for parameter in group.fsdp_params:
+                        keep_changes(parameter)
 
 
 def _share_communication(units: Sequence[FSDPModule]) -> None:

@@ -120,15 +120,15 @@ class _MegaParLauncher(_Launcher):
         check_world(self.environment, self.strategy.num_processes, self.strategy.num_nodes)
         self.environment.validate_settings(num_devices=self.strategy.num_processes, num_nodes=self.strategy.num_nodes)
 
-    def _ask_callbacks(self, trainer: Any, args: Sequence[Any]) -> None:
-        """Let callbacks with a ``before_launch`` refuse what cannot be trained, while there is one process.
+    def _ask_who_refuses(self, trainer: Any, args: Sequence[Any]) -> None:
+        """Let a strategy and callbacks refuse (``before_launch``) what cannot be trained, while there is one process.
 
         They get the Trainer and the arguments of ``fit``: the module, loaders, a data module, in Lightning's order.
         """
         if str(getattr(getattr(getattr(trainer, "state", None), "fn", None), "value", "")) != "fit":
             return
-        for callback in getattr(trainer, "callbacks", ()):
-            ask = getattr(callback, "before_launch", None)
+        for one in (self.strategy, *getattr(trainer, "callbacks", ())):
+            ask = getattr(one, "before_launch", None)
             if callable(ask):
                 ask(trainer, args)
 
@@ -186,7 +186,7 @@ class ExternalLauncher(_MegaParLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Check the numbers, then run ``function`` with failures reported."""
         self._check()
-        self._ask_callbacks(trainer, args)
+        self._ask_who_refuses(trainer, args)
         self.trainer = trainer
         if self.environment.world_size() > 1:
             _share_cores(self.strategy.num_processes)
@@ -209,7 +209,7 @@ class ForkInPlaceLauncher(_MegaParLauncher):
             RankFailedError: on rank 0, when another rank failed first.
         """
         self._check()
-        self._ask_callbacks(trainer, args)
+        self._ask_who_refuses(trainer, args)
         self.trainer = trainer
         size = self.strategy.num_processes
         ranks = current_ranks()
@@ -328,7 +328,7 @@ class ReexecLauncher(_MegaParLauncher, _SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the script once more for each further rank, then run ``function``."""
         self._check()
-        self._ask_callbacks(trainer, args)
+        self._ask_who_refuses(trainer, args)
         if self.strategy.num_nodes == 1:
             os.environ.setdefault(RUN_VARIABLE, uuid.uuid4().hex)
         return _SubprocessScriptLauncher.launch(self, self._reported, function, args, kwargs, trainer)

@@ -59,16 +59,19 @@ class RunningMoments:
 
     Args:
         decay: of the means, at least 0 and below 1; 0.99 remembers about 100 windows.
+        name: of the setting, for its refusal.
 
     Raises:
         ConfigError: a decay out of its range.
     """
 
-    def __init__(self, decay: float = 0.99) -> None:
+    def __init__(self, decay: float = 0.99, name: str = "decay") -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float):
-            raise ConfigError(f"decay={decay!r}: expected a number, 0 <= decay < 1")
+            raise ConfigError(f"{name}={decay!r}: expected a number, 0 <= decay < 1")
         if not 0.0 <= decay < 1.0:
-            raise ConfigError(f"decay={decay!r}: expected 0 <= decay < 1 (nearest valid: {0.0 if decay < 0 else 0.99})")
+            raise ConfigError(
+                f"{name}={decay!r}: expected 0 <= decay < 1 (nearest valid: {0.0 if decay < 0 else 0.99})"
+            )
         self.decay = decay
         self._sums = (0.0, 0.0)
         self._weight = 0.0

@@ -43,7 +43,7 @@ class GradientNoiseScale(Callback):
             raise ConfigError(f"GradientNoiseScale source={source!r}: expected auto, {', '.join(SOURCES)}{hint}")
         self.every_n_steps = every_n_steps
         self.source = source
-        self.running = RunningMoments(decay)
+        self.running = RunningMoments(decay, "GradientNoiseScale decay")
         self._observer: NoiseObserver | None = None
         self._windows = 0
 
@@ -56,6 +56,15 @@ class GradientNoiseScale(Callback):
     def noise_scale(self) -> float | None:
         """``B_noise`` in samples, the same on every rank; ``None`` until it is known."""
         return self.running.noise_scale
+
+    @property
+    def step_figures(self) -> dict[str, float | None]:
+        """What is logged of the latest step, for callbacks that report steps."""
+        return {
+            "noise_scale": self.noise_scale,
+            "noise_scale/grad_sq": self.running.grad_sq,
+            "noise_scale/trace": self.running.trace,
+        }
 
     def before_launch(self, trainer: Trainer, args: Sequence[Any] = ()) -> None:
         """Refuse what cannot be measured, while there is one process."""
@@ -77,12 +86,7 @@ class GradientNoiseScale(Callback):
         seen = self._observer.take() if self._observer is not None else None
         if seen is not None:
             self.running.update(moments(seen.small_sq, seen.small, seen.big_sq, seen.big))
-        found = {
-            "noise_scale": self.noise_scale,
-            "noise_scale/grad_sq": self.running.grad_sq,
-            "noise_scale/trace": self.running.trace,
-        }
-        pl_module.log_dict({name: value for name, value in found.items() if value is not None})
+        pl_module.log_dict({name: value for name, value in self.step_figures.items() if value is not None})
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._leave(trainer)

@@ -106,6 +106,11 @@ class BatchSizeRamp(Callback):
         self._left = 0  # batches of the window that are not done
         self._window = 0  # samples of this rank in the window
 
+    @property
+    def step_figures(self) -> dict[str, float | None]:
+        """What is logged of the latest step, for callbacks that report steps."""
+        return {"batch_size": float(self.batch_size)}
+
     # -- refusals ----------------------------------------------------------------------------------------------------
 
     def before_launch(self, trainer: Trainer, args: Sequence[Any] = ()) -> None:

@@ -65,6 +65,11 @@ class NoiseScaleLR(StepSetting):
         self._trainer: Trainer | None = None
         self._per_rank = 1.0
 
+    @property
+    def step_figures(self) -> dict[str, float | None]:
+        """What is logged of the latest step, for callbacks that report steps."""
+        return {"lr_factor": self.factor}
+
     def before_launch(self, trainer: Trainer, args: Sequence[Any] = ()) -> None:
         """Refuse a run that nothing tells the noise, while there is one process."""
         if self.given is None:

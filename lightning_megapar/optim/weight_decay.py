@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_megapar.config import ConfigError
+from lightning_megapar.config import ConfigError, nearest_name
 from lightning_megapar.data.module import data_size
 from lightning_megapar.optim.around_step import StepSetting
 from lightning_megapar.optim.window import batch_per_rank, summed
@@ -63,10 +63,11 @@ class DynamicWeightDecay(StepSetting):
         if timescale is not None and not timescale > 0:
             raise ConfigError(f"DynamicWeightDecay timescale={timescale!r}: expected a positive number of {unit}")
         if unit not in UNITS:
-            raise ConfigError(f"DynamicWeightDecay unit={unit!r}: expected {', '.join(UNITS)}")
+            raise ConfigError(f"DynamicWeightDecay unit={unit!r}: expected {', '.join(UNITS)}{_hint(unit, UNITS)}")
         if isinstance(schedule, str) and schedule not in SCHEDULES:
             raise ConfigError(
                 f"DynamicWeightDecay schedule={schedule!r}: expected {', '.join(SCHEDULES)}, or a function"
+                + _hint(schedule, SCHEDULES)
             )
         if not 0.0 <= floor <= 1.0:
             raise ConfigError(f"DynamicWeightDecay floor={floor!r}: expected 0 to 1")
@@ -80,6 +81,11 @@ class DynamicWeightDecay(StepSetting):
         self._epoch_samples = 1
         self._reference: dict[str, Any] = {}
         self._latest: float | None = None
+
+    @property
+    def step_figures(self) -> dict[str, float | None]:
+        """What is logged of the latest step, for callbacks that report steps."""
+        return {"weight_decay": self._latest}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for optimizer in trainer.optimizers:
@@ -98,6 +104,7 @@ class DynamicWeightDecay(StepSetting):
         self.change(trainer, "weight_decay", self._decay)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._latest = None
         per_rank = batch_per_rank(trainer, batch)
         self._samples = per_rank * data_size(trainer) * int(trainer.accumulate_grad_batches)
         if not self._reference:
@@ -126,7 +133,6 @@ class DynamicWeightDecay(StepSetting):
     ) -> None:
         if self._latest is not None:
             pl_module.log("weight_decay", self._latest)
-            self._latest = None
 
     def leave(self) -> None:
         super().leave()
@@ -137,6 +143,11 @@ class DynamicWeightDecay(StepSetting):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._reference = state_dict["reference"]
+
+
+def _hint(given: object, valid: Iterable[str]) -> str:
+    near = nearest_name(str(given), valid)
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def refuse_coupled(optimizer: Optimizer) -> None:

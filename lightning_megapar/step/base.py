@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from lightning_megapar.pipeline.engine.runtime import PipelineRuntime
 from lightning_megapar.pipeline.schedules import Schedule, build_schedule, forward_schedule
 from lightning_megapar.step.likeness import REMEDY, tell_unlike
 from lightning_megapar.step.log import LogExchange, LogRecorder, StepReport
-from lightning_megapar.step.outcome import READS_SHARDS, StepContractError
+from lightning_megapar.step.outcome import StepContractError, refusal_of
 from lightning_megapar.step.random_streams import RandomStreams
 from lightning_megapar.step.sharing import Origin, ReplicaSharing
 from lightning_megapar.step.tokens import TokenCounter
@@ -222,8 +222,8 @@ class StepperBase:
             self.zero.observe(None if observer is None else observed_units(observer, self._parameters))
 
     def begin_run(self) -> None:
-        """Forget an accumulation window that an earlier run left open."""
-        if self._window.is_open and self.zero is not None:
+        """Forget an accumulation window that an earlier run left open, with this stepper or another one."""
+        if self.zero is not None:
             self.zero.forget()
         self._window = Window()
 
@@ -231,11 +231,13 @@ class StepperBase:
         now = self._fixed_switches()
         switched = [name for name, required in self._frozen.items() if now[name] != required]
         if switched:
-            sharded = "" if self.zero is None else f"neither with zero_stage={self.zero.stage} nor "
+            stage = 0 if self.zero is None else self.zero.stage
+            where = f"with zero_stage={stage}" if stage else "for parameters that several pipeline stages share"
+            valid = "zero_stage=0" if stage else "pipeline_parallel_size=1"
             raise ConfigError(
                 f"requires_grad of {switched[:3]} was changed after set-up (by unfreezing or toggle_optimizer), which "
-                f"does {'not ' * (not sharded)}work {sharded}for parameters that several pipeline stages share; use "
-                "zero_stage=0 (and pipeline_parallel_size=1 for shared ones), or freeze in configure_model"
+                f"does not work {where}. Valid values: {valid}; or leave toggling out (gradients that an optimizer "
+                "does not use cost time alone), or freeze in configure_model"
             )
 
     # -- pieces shared by training and evaluation --------------------------------------------------------------------
@@ -269,19 +271,26 @@ class StepperBase:
         self._running = True
         repeated, self._repeated = self._repeated, None
         try:
-            with self.forward_context():
+            with self.explained(), self.forward_context():
                 finished, value = (True, step()) if self.cut is None else self.cut.call(step, received, chunk)
         except StageError as error:
             if repeated is None:
                 raise
             raise StageError(explain.differs(repeated, error)) from error
-        except RuntimeError as error:
-            if self.zero is None or "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            raise StepContractError(READS_SHARDS) from error
         finally:
             self._running = False
         return finished, value
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Around the user's code and its backward: torch's messages about sharded parameters, in other words."""
+        try:
+            yield
+        except RuntimeError as error:
+            says = "" if self.zero is None else refusal_of(str(error))
+            if not says:
+                raise
+            raise StepContractError(says) from error
 
     def _keep_generators(self) -> AbstractContextManager[None]:
         return nullcontext() if self.streams is None else generators_kept()

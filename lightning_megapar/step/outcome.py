@@ -23,6 +23,18 @@ READS_SHARDS = (
 )
 
 
+def refusal_of(error: str) -> str:
+    """What one of torch's messages means in a step on sharded parameters; empty for others."""
+    if "mixed torch.Tensor and DTensor" in error:
+        return READS_SHARDS
+    if "setStorage" in error and "out of bounds for storage of size 0" in error:
+        return (
+            "zero_stage=3 lets go of a block's parameters behind its forward, and the step goes back through the block "
+            "within itself (autograd.grad, a gradient penalty). Valid values: zero_stage=0, 1 or 2"
+        )
+    return ""
+
+
 def loss_of(value: Any) -> tuple[Tensor, Any]:
     """(loss, num_valid_tokens or None) of what a training_step returned."""
     tokens = None

@@ -163,7 +163,8 @@ class Stepper(Evaluation):
             # A microbatch without a valid token has a mean over nothing: it must count as zero, not as NaN.
             loss = torch.where(weight > 0, loss, torch.zeros_like(loss))
             loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a loss scale may exceed float16's range
-            (loss * (weight / unit * scale).to(loss.dtype)).backward()
+            with self.explained():
+                (loss * (weight / unit * scale).to(loss.dtype)).backward()
 
         self._rehearse("train", step, pieces, results)
         reduction = self._reduction(is_last_of_window)
@@ -345,7 +346,8 @@ class Stepper(Evaluation):
             yield
             return
         self.zero.begin_step()
-        yield
+        with self.explained():
+            yield
         self.zero.finish_forward()
         self._refuse_unlike_calls("train")
 
@@ -371,7 +373,8 @@ class Stepper(Evaluation):
         if self.zero is None:
             backward()
         else:
-            self.zero.whole_backward(backward)
+            with self.explained():
+                self.zero.whole_backward(backward)
             self._refuse_unlike_calls("train")
         if self.check_is_due:
             self._check_agreement()

@@ -36,6 +36,33 @@ def _is_piece(record: LogicalParameter) -> bool:
     return record.shard is not None or isinstance(record.parameter, DTensor)
 
 
+def refuse_precision(plugin: Any) -> None:
+    """Refuse to train in a number format whose gradients vanish or overflow without a word.
+
+    Raises:
+        ConfigError: with formats that train.
+    """
+    if getattr(plugin, "precision", None) == "16-true":
+        raise ConfigError(
+            "precision='16-true' keeps weights and gradients in float16, without a loss scale: gradients below 6e-8 "
+            "are 0, and Adam divides by their squares (validate, test and predict may use it); valid for fit: "
+            "'32-true', 'bf16-mixed', 'bf16-true', '16-mixed'"
+        )
+
+
+def refuse_clipping(bound: float | None) -> None:
+    """Refuse a ``gradient_clip_val`` that bounds nothing and does not say so.
+
+    Raises:
+        ConfigError: below 0, or no number.
+    """
+    if bound is not None and not bound >= 0:
+        raise ConfigError(
+            f"gradient_clip_val={bound!r}: expected a positive number, or None (or 0) for no clipping"
+            + (f"; nearest valid: {-bound!r}" if bound < 0 else "")
+        )
+
+
 def refuse_callbacks(callbacks: Iterable[Any], prepared: PreparedModule) -> None:
     """Refuse Lightning's callbacks that need whole parameters where a rank has parts, or all ranks when one fails.
 

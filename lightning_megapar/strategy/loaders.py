@@ -233,3 +233,16 @@ def forget_fetched_batch(trainer: Any) -> None:
     progress.is_last_batch = False
     if loop._should_check_val_fx(trainer.fit_loop._data_fetcher) and not loop._should_accumulate():
         loop._batches_that_stepped -= 1
+
+
+def rewind(checkpoint: dict[str, Any], batches: int) -> None:
+    """Have a checkpoint's fit loop stand some batches back, where nothing of the batch that follows has begun.
+
+    Args:
+        checkpoint: Lightning's; changed.
+        batches: that have been started since.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    progress["is_last_batch"] = False
+    for counts in (progress["total"], progress["current"]):
+        counts.update(dict.fromkeys(counts, counts["started"] - batches))

@@ -199,12 +199,20 @@ class MeshStrategy(ParallelStrategy):
 
     def advice_on_lost_ranks(self) -> str:
         """What else than a rank that is gone may let ranks wait for one another, for failure reports."""
-        if self.config.zero_stage < 3:
+        stage = self.config.zero_stage
+        if stage == 0:
             return ""
+        if stage < 3:
+            return (
+                f"zero_stage={stage}: unless a rank has ended by itself, look for a module that one rank calls outside "
+                "of steps (samples that rank 0 draws in a hook): its parameters are gathered from all data ranks. Let "
+                "all of them call it, or use zero_stage=0"
+            )
         return (
-            "zero_stage=3: if no rank is gone, look for a step in which data ranks call different modules, or in "
-            "another order. Each call gathers parameters from all of them, so they wait for one another. Valid values: "
-            "zero_stage=0, 1 or 2, or a step that calls the same modules whatever its batch"
+            "zero_stage=3: unless a rank has ended by itself, look for a step or a hook in which data ranks call "
+            "different modules, or in another order. Each call gathers parameters from all of them: they wait for one "
+            "another, or gloo aborts a process where sizes differ. Valid values: zero_stage=0, 1 or 2, or the same "
+            "calls whatever the batch"
         )
 
     @contextmanager

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins import Precision
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megapar.config import ConfigError, ParallelConfig
+from lightning_megapar.data_parallel.norm import clip_gradients, gradient_norm, torch_norms_are_global
 from lightning_megapar.data_parallel.parameters import LogicalParameter
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.precision import masters
 from lightning_megapar.precision.loss_scale import LossScale, LossScaleOptions, given_loss_scale
 from lightning_megapar.precision.masters import WorkingCopies, is_bfloat16_true
 from lightning_megapar.precision.plugin import LossScaling, is_float16_mixed, refuse_for_float16
-from lightning_megapar.strategy.state_strategy import StateStrategy
+from lightning_megapar.strategy.limits import refuse_clipping, refuse_precision
+from lightning_megapar.strategy.state_strategy import StateStrategy, unwrapped
 
 
 class PrecisionStrategy(StateStrategy):
@@ -38,16 +39,38 @@ class PrecisionStrategy(StateStrategy):
         loss_scale: Any = None,
     ) -> None:
         self.loss_scale_options = given_loss_scale(loss_scale)
+        self._loss_scale_as_given = loss_scale
         self._loss_scaling: LossScaling | None = None
         self._working: WorkingCopies | None = None
         self._trial_convert: Callable[[nn.Module], nn.Module] | None = None
         super().__init__(config, timeout_seconds, process_group_backend, seed)
 
-    @abstractmethod
+    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Global norm of the current gradients, each logical parameter counted once; equal on every rank.
+
+        Meaningful from ``on_after_backward`` of the last batch of an accumulation window to ``zero_grad``.
+
+        Returns:
+            0-dim float64 tensor.
+        """
+        return gradient_norm(self.stepper.parameters, self.mesh, norm_type)
+
     def _clip_gradients(
         self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
-        """Stands in for ``Precision.clip_gradients``: by the norm over all ranks."""
+        """Stands in for ``Precision.clip_gradients``: the same rule on the global norm."""
+        if not clip_val or clip_val <= 0:
+            return
+        optimizer = unwrapped(optimizer)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = [p for p in self.stepper.parameters if id(p.parameter) in held]
+        algorithm = "norm" if gradient_clip_algorithm is None else gradient_clip_algorithm
+        clip_gradients(parameters, self.mesh, clip_val, str(getattr(algorithm, "value", algorithm)))
+
+    def _norms_are_global(self) -> AbstractContextManager[None]:
+        return (
+            torch_norms_are_global(self.stepper.parameters, self.mesh) if self.layout.world_size > 1 else nullcontext()
+        )
 
     @property
     def precision_plugin(self) -> Precision:
@@ -64,14 +87,21 @@ class PrecisionStrategy(StateStrategy):
             self._loss_scaling.adopt(plugin, ranks=self._parameters_of_ranks, tell=self._log_step)
         elif plugin is not None and self.loss_scale_options is not None:
             raise ConfigError(
-                f"loss_scale={self.loss_scale_options} is for precision='16-mixed', and this run's is "
-                f"{getattr(plugin, 'precision', '32-true')!r}; valid: loss_scale=None, or, where Lightning turns "
-                "16-mixed into bf16-mixed (on a CPU), Trainer(plugins=[lightning_megapar.precision.float16_plugin()])"
+                f"loss_scale={self._loss_scale_as_given} is for precision='16-mixed', and this run's is "
+                f"{getattr(plugin, 'precision', '32-true')!r}; valid: loss_scale=None, or precision='16-mixed' (where "
+                "Lightning turns that into bf16-mixed, on a CPU: "
+                "Trainer(plugins=[lightning_megapar.precision.float16_plugin()])). In the recipes: "
+                "precision.loss_scale=null, or precision=fp16"
             )
         if plugin is not None:
             # Lightning's clipping sees one rank's tensors only (and refuses fused optimizers): ours is global.
             plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
         self._precision_plugin = plugin
+
+    def before_launch(self, trainer: Any, args: Sequence[Any] = ()) -> None:
+        """Refuse what no step can train with, while there is one process."""
+        refuse_precision(self.precision_plugin)
+        refuse_clipping(trainer.gradient_clip_val)
 
     def _parameters_of_ranks(
         self,

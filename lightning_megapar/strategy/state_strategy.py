@@ -21,6 +21,7 @@ from lightning_megapar.step.stepper import Stepper
 from lightning_megapar.step.watching import GradientObserver
 from lightning_megapar.strategy.averaging import own_names
 from lightning_megapar.strategy.balance.rebalancer import BalanceEvent, Rebalancer
+from lightning_megapar.strategy.loaders import rewind
 from lightning_megapar.strategy.mesh_strategy import MeshStrategy
 from lightning_megapar.strategy.prepare import PreparedModule, local_state, placed_state
 from lightning_megapar.strategy.whole_module import WholeModule
@@ -48,6 +49,8 @@ class StateStrategy(MeshStrategy):
         self._events: list[BalanceEvent] = []
         self._position = DataPosition()
         self._resumed: DataPosition | None = None
+        self._in_window: tuple[DataPosition, int] | None = None
+        """Where the accumulation window began, and how many batches have been started in it."""
         self._batch_samples = 0
 
     @property
@@ -89,6 +92,23 @@ class StateStrategy(MeshStrategy):
         assert self.lightning_module is not None
         return local_state(self.lightning_module, self.prepared.names)
 
+    def on_validation_start(self) -> None:
+        self._show_shards()  # averaged weights are swapped in behind this hook
+
+    def on_validation_end(self) -> None:
+        self._show_shards()
+
+    def on_test_end(self) -> None:
+        self._show_shards()
+
+    def on_predict_end(self) -> None:
+        self._show_shards()
+
+    def _show_shards(self) -> None:
+        """Where hooks may change weights, the module shows what optimizers and checkpoints know of."""
+        if self._prepared is not None and self._prepared.zero is not None:
+            self._prepared.zero.let_go()
+
     @property
     def optimizers(self) -> list[Optimizer]:
         return self._optimizers
@@ -116,12 +136,20 @@ class StateStrategy(MeshStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write a sharded checkpoint directory at ``filepath``; collective over all ranks."""
+        """Write a sharded checkpoint directory at ``filepath``; collective over all ranks.
+
+        Within an accumulation window it is the state at the window's beginning: gradients are in no checkpoint, so the
+        batches that have given them are to come again.
+        """
         if storage_options is not None:
             raise TypeError("MegaParStrategy.save_checkpoint takes no storage_options: it writes a sharded directory")
         with self.doing("checkpoint save"):
             path = Path(self.broadcast(str(filepath)))
-            save_training(path, checkpoint, self.prepared.names, self.layout, self._position, self.seed)
+            position = self._position
+            if self._in_window and self._stepper is not None and self._stepper.window_is_open and "loops" in checkpoint:
+                position, batches = self._in_window
+                rewind(checkpoint, batches)
+            save_training(path, checkpoint, self.prepared.names, self.layout, position, self.seed)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None

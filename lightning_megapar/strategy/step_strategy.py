@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from lightning_megapar.batches import batch_size_of
 from lightning_megapar.checkpoint.training import DataPosition
 from lightning_megapar.config import ParallelConfig
 from lightning_megapar.data.sampler import ResumableSampler
-from lightning_megapar.data_parallel.norm import clip_gradients, gradient_norm, torch_norms_are_global
 from lightning_megapar.launch import shield_worker
 from lightning_megapar.launch.preemption import EXIT_CODE
 from lightning_megapar.optim.lists import pieces_in_lists
@@ -73,7 +72,8 @@ class StepStrategy(PrecisionStrategy):
             return
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+        self.stepper.steps, progress = batches.total.started, batches.current  # random numbers go on as well
         # A checkpoint from the very end of an epoch says that all its batches are done; Lightning would count them
         # into the epoch that follows, and leave it after one batch.
         if progress.completed == progress.ready >= trainer.num_training_batches:
@@ -110,6 +110,8 @@ class StepStrategy(PrecisionStrategy):
             return output
         if self._rebalancer is not None:
             self._rebalancer.before_step()
+        begun = self._in_window if self.stepper.window_is_open else None
+        self._in_window = (self._position, 1) if begun is None else (begun[0], begun[1] + 1)
         seen = self._is_seen("on_train_batch_end")
         with self._in_working_dtype():
             result = self.stepper.train(
@@ -233,38 +235,14 @@ class StepStrategy(PrecisionStrategy):
                 f"{type(module).__name__}.training_step steps an optimizer without self.manual_backward(loss): the "
                 "gradients of loss.backward() are not averaged over the ranks; call self.manual_backward(loss)"
             )
+        if manual:
+            self._show_shards()
         # The closure calls the user's hooks around clipping.
         with self._norms_are_global(), self._in_masters(), pieces_in_lists(unwrapped(optimizer)):
-            return self.precision_plugin.optimizer_step(optimizer, model=model or module, closure=closure, **kwargs)
-
-    def _norms_are_global(self) -> AbstractContextManager[None]:
-        return (
-            torch_norms_are_global(self.stepper.parameters, self.mesh) if self.layout.world_size > 1 else nullcontext()
-        )
-
-    # -- gradients ---------------------------------------------------------------------------------------------------
-
-    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Global norm of the current gradients, each logical parameter counted once; equal on every rank.
-
-        Meaningful from ``on_after_backward`` of the last batch of an accumulation window to ``zero_grad``.
-
-        Returns:
-            0-dim float64 tensor.
-        """
-        return gradient_norm(self.stepper.parameters, self.mesh, norm_type)
-
-    def _clip_gradients(
-        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
-    ) -> None:
-        """Stands in for ``Precision.clip_gradients``: the same rule on the global norm."""
-        if not clip_val or clip_val <= 0:
-            return
-        optimizer = unwrapped(optimizer)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        parameters = [p for p in self.stepper.parameters if id(p.parameter) in held]
-        algorithm = "norm" if gradient_clip_algorithm is None else gradient_clip_algorithm
-        clip_gradients(parameters, self.mesh, clip_val, str(getattr(algorithm, "value", algorithm)))
+            result = self.precision_plugin.optimizer_step(optimizer, model=model or module, closure=closure, **kwargs)
+        if self.prepared.zero is not None:
+            self.prepared.zero.reshard()  # what hooks, or a step by hand, have gathered is out of date
+        return result
 
     # -- balance -------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -178,6 +179,7 @@ def rank_main(rank: int, args: argparse.Namespace, store: str, port: int, name: 
     """One process of a run: of all contenders by turns, or of one that is weighed."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - each contender would print the table of ranks
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
     os.environ.update(GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="benchmark")
     os.environ.update(TORCHELASTIC_RESTART_COUNT="0")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from lightning_megapar.config import ConfigError
 from lightning_megapar.models.gpt import GPTConfig
 
 SIZES = ("layers", "width", "heads", "sequence", "batch", "steps", "rounds")
@@ -110,3 +111,7 @@ def refuse_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace, *oth
         least = 2 if name == "steps" else 1
         if getattr(args, name) < least:
             parser.error(f"--{name}={getattr(args, name)}: expected at least {least}")
+    try:
+        gpt_of(args)
+    except ConfigError as error:
+        parser.error(f"no such model: {error} (--width is the hidden size, --heads its num_heads)")

@@ -28,10 +28,13 @@ def test_runs_and_writes_its_figures(tmp_path: Path) -> None:
     losses = list(figures["last_losses"].values())
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-3)
     assert "aim: at most 1.05" in done.stdout
+    assert "2 ranks: data=2" not in done.stdout, "a note of the strategy's for each contender"
 
 
 def test_sizes_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong in ("--steps=1", "--layers=0"):
+    for wrong in (["--steps=1"], ["--layers=0"], ["--heads=3", "--width=64"]):
         with pytest.raises(SystemExit):
-            bench.parse([wrong])
-    assert "--steps=1: expected at least 2" in capsys.readouterr().err
+            bench.parse(wrong)
+    said = capsys.readouterr().err
+    assert "--steps=1: expected at least 2" in said
+    assert "num_heads=3 does not divide hidden_size=64; nearest valid num_heads: 2, 4 (--width is" in said

@@ -111,6 +111,29 @@ def test_resumed_file_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     assert seconds == sorted(seconds)
 
 
+def test_a_new_run_from_a_checkpoint_goes_on_counting(tmp_path: Path) -> None:
+    def run(root: Path, steps: int, ckpt: Path | None = None, **options) -> list[dict[str, str]]:
+        keep = ModelCheckpoint(dirpath=root / "c", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        callbacks = [MetricsCSV(root, **options), MetricsCSV(root / "second"), keep]
+        trainer(root, callbacks, enable_checkpointing=True, max_steps=steps).fit(Toy(), loader(), ckpt_path=ckpt)
+        return rows(root)
+
+    first = run(tmp_path / "a", 3)
+    second = run(tmp_path / "b", 6, tmp_path / "a" / "c" / "step=2.ckpt", every_n_steps=3)
+    assert [(row["step"], row["consumed_samples"]) for row in second] == [("3", "12"), ("6", "24")]
+    assert float(second[0]["seconds"]) > float(first[1]["seconds"])
+    # The last row before it is of step 3: the checkpoint knows what there was at step 4.
+    resumed = run(tmp_path / "b", 7, tmp_path / "b" / "c" / "step=4.ckpt", every_n_steps=7)
+    assert [(row["step"], row["consumed_samples"]) for row in resumed] == [("3", "12"), ("7", "28")]
+
+
+def test_a_checkpoint_that_does_not_know_leaves_cells_empty(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(dirpath=tmp_path / "c", filename="{step}", every_n_train_steps=2)
+    trainer(tmp_path, [keep], enable_checkpointing=True, max_steps=2).fit(Toy(), loader())
+    trainer(tmp_path, [MetricsCSV()], max_steps=3).fit(Toy(), loader(), ckpt_path=tmp_path / "c" / "step=2.ckpt")
+    assert [(row["step"], row["consumed_samples"], row["seconds"]) for row in rows(tmp_path)] == [("3", "", "")]
+
+
 def test_fresh_run_moves_an_older_file_aside(tmp_path: Path) -> None:
     for number in range(3):
         trainer(tmp_path, [MetricsCSV()], max_steps=2 + number).fit(Toy(), loader())

@@ -159,6 +159,14 @@ def test_narrow_line_keeps_what_matters() -> None:
     )
 
 
+def test_noise_and_batch_size_are_told_where_they_are_known() -> None:
+    figures = {"noise_scale": 41.25, "noise_scale/trace": 9.0, "batch_size": 32.0, "weight_decay": 0.1}
+    record = StepRecord(30, 0, 2.5, None, None, None, 0.0, 0.0, 0, 0, 1.0, None, None, figures=figures)
+    assert line(record) == "step 30 | loss 2.5000 | noise_scale 41.25 | batch_size 32 | data wait 0.0 %"
+    record = StepRecord(1, 0, 2.5, None, None, None, 0.0, 0.0, 0, 0, 1.0, None, None, figures={"noise_scale": None})
+    assert line(record) == "step 1 | loss 2.5000 | data wait 0.0 %"
+
+
 def test_interval_is_checked() -> None:
     with pytest.raises(ConfigError, match="every_n_steps=0"):
         RunLine(every_n_steps=0)

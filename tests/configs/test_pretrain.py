@@ -85,7 +85,7 @@ def test_a_run_and_its_continuation_on_another_layout(typed: Path) -> None:
     before = (run / "metrics.csv").read_bytes()
     command(typed, f"resume={run}/checkpoints/last.ckpt", "parallel=single", "trainer.max_steps=7")
     [new] = [path for path in (typed / "runs").iterdir() if path.name != "a"]
-    assert [row["step"] for row in rows(new)] == ["7"]
+    assert [(row["step"], row["consumed_samples"]) for row in rows(new)] == [("7", str(7 * 16))]
     assert (run / "metrics.csv").read_bytes() == before
 
 
@@ -173,3 +173,38 @@ def test_fp16_says_its_scale_and_skipped_steps(typed: Path) -> None:
     assert scales[0] == 2.0**20 and skipped[-1] > 0  # a loss of 5.5 times 2^20 gives gradients beyond 65504
     overflowed = [now > before for before, now in zip([0.0, *skipped], skipped)]
     assert scales[1:] == [scale / 2 if over else scale for scale, over in zip(scales, overflowed)][:-1]
+
+
+def test_a_ramp_by_schedule_is_told_by_the_file_and_the_line(typed: Path) -> None:
+    ramp = ["callbacks=batch_ramp", "callbacks.batch_ramp.schedule=[[0,16],[32,32]]"]
+    ramp += ["callbacks.batch_ramp.noise_ratio=null", "callbacks.batch_ramp.max_batch_size=null"]
+    small = [entry for entry in SMALL if not entry.startswith("callbacks")]
+    quick = ["trainer.max_steps=4", "trainer.enable_checkpointing=false", "trainer.limit_val_batches=1"]
+    done = command(typed, "parallel=dp2", "run_dir=runs/a", *ramp, *quick, *small)
+    table = rows(typed / "runs" / "a")
+    assert [float(row["batch_size"]) for row in table] == [16, 16, 32, 32]
+    assert [int(row["consumed_samples"]) for row in table] == [16, 32, 64, 96]
+    for name in ("noise_scale/grad_sq", "noise_scale/trace", "lr_factor"):
+        assert all(row[name] for row in table), name
+    said = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert ["batch_size 32" in line for line in said] == [False, False, True, True]
+    assert ["noise_scale " in line for line in said] == [bool(row["noise_scale"]) for row in table]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "points"),
+    [
+        (["schedule=[[0,16],[32,32]]", "noise_ratio=null", "max_batch_size=null"], ((0, 16), (32, 32))),
+        (["rampup=[16,16,32]", "noise_ratio=null", "max_batch_size=48"], ((0, 16), (16, 32), (32, 48))),
+        ([], None),
+    ],
+)
+def test_each_way_to_ramp_can_be_set(overrides: list[str], points: tuple[tuple[int, int], ...] | None) -> None:
+    from hydra import compose, initialize_config_dir
+    from hydra.utils import instantiate
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        settings = [f"callbacks.batch_ramp.{entry}" for entry in overrides]
+        node = compose("pretrain", ["callbacks=batch_ramp", *settings]).callbacks.batch_ramp
+    plan = instantiate(node).plan
+    assert (None if plan is None else plan.points) == points

@@ -52,3 +52,32 @@ def test_the_arms_differ_in_their_ramp_alone(recipe: ModuleType) -> None:
     fixed, schedule, noise = (recipe.ramp_of(arm, Args) for arm in recipe.ARMS)
     assert fixed.plan.points == ((0, 64),) and noise.noise_ratio == 1.0 and noise.start == 16
     assert schedule.plan.points == ((0, 16), (768, 32), (1536, 64), (3072, 128))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--points=0"], "--points 0: expected at least 1"),
+        (["--seeds=0"], "--seeds 0: expected at least 1"),
+        (["--max-bytes=0"], "--max-bytes 0: expected at least 1"),
+        (["--samples=0"], "--samples 0: expected at least 256 with --batch 64 and 16 validations (--points)"),
+        (["--points=500"], "--samples 6144: expected at least 8000"),
+        (["--batch=0"], "--batch 0 is no multiple of 16 (nearest: 16)"),
+        (["--noise-ratio=-1"], "--noise-ratio -1: expected a positive number"),
+        (["--lr=nan"], "--lr nan: expected a positive number"),
+        (["--out=x.jpg"], "--out='x.jpg': expected a name that ends with .svg or .png"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_hours(
+    recipe: ModuleType,
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        recipe.main(arguments)
+    assert left.value.code == 2 and message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

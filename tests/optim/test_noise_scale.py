@@ -181,6 +181,7 @@ def test_within_a_tenth_of_the_exact_value(pool: RankPool, tmp_path: Any, layout
         ({"source": "dat"}, "source='dat': expected auto, .*did you mean 'data'"),
         ({"decay": "x"}, "decay='x': expected a number"),
         ({"decay": 1.0}, "decay=1.0: expected 0 <= decay < 1"),
+        ({"decay": 1.5}, "^GradientNoiseScale decay=1.5: expected 0 <= decay < 1 .nearest valid: 0.99"),
     ],
 )
 def test_refused_options(options: dict[str, Any], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from usage import everyday
 
+from lightning_megapar.callbacks import MetricsCSV
 from lightning_megapar.config import ConfigError
 from lightning_megapar.optim import BatchSizeRamp, DynamicWeightDecay, NoiseScaleLR
 from lightning_megapar.optim.around_step import AroundStep
@@ -205,8 +207,10 @@ def test_a_coupled_decay_is_refused(module: type[Net]) -> None:
     ("options", "message"),
     [
         ({"timescale": 0.0}, "expected a positive number of samples"),
-        ({"unit": "tokens"}, "expected samples, epochs, steps"),
-        ({"schedule": "triangle"}, "expected constant, linear, cosine, or a function"),
+        ({"unit": "tokens"}, "expected samples, epochs, steps$"),
+        ({"unit": "sample"}, "unit='sample': expected samples, epochs, steps; did you mean 'samples'"),
+        ({"schedule": "triangle"}, "expected constant, linear, cosine, or a function$"),
+        ({"schedule": "cosin"}, "schedule='cosin': expected .*, or a function; did you mean 'cosine'"),
         ({"floor": 2.0}, "floor=2.0: expected 0 to 1"),
     ],
 )
@@ -282,3 +286,15 @@ def test_a_run_under_all_rules_goes_on_on_another_layout(
     assert found["steps"] == whole["steps"]
     for name, weight in whole["weights"].items():
         torch.testing.assert_close(found["weights"][name], weight, rtol=1e-7, atol=1e-10, msg=name)
+
+
+def test_metrics_csv_has_what_they_log_whichever_stands_first(tmp_path: Path) -> None:
+    """The file's callback comes before those that change the step, as in the recipes."""
+    rules = [NoiseScaleLR(exponent=0.5, noise_scale=24.0), DynamicWeightDecay()]
+    for number, callbacks in enumerate(([MetricsCSV(tmp_path / "0"), *rules], [*rules, MetricsCSV(tmp_path / "1")])):
+        used = run(*callbacks)
+        with open(tmp_path / str(number) / "metrics.csv", newline="") as file:
+            table = list(csv.DictReader(file))
+        assert [float(row["batch_size"]) for row in table] == [4, 4, 8, 8, 16]
+        for name in ("lr_factor", "weight_decay"):
+            assert [float(row[name]) for row in table] == pytest.approx([row[name] for row in used.logged], rel=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -249,11 +250,51 @@ def test_refusals(tmp_path: Path, kind: type[parity.Model], message: str) -> Non
         train("single", "16-mixed", model=kind(parity.style("gpt2"), "sgd"), root=str(tmp_path))
 
 
-def test_a_loss_scale_without_16_mixed_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"is for precision='16-mixed', and this run's is 'bf16-mixed'.*float16_plu"):
+@pytest.mark.parametrize(
+    ("scale", "precision", "message"),
+    [
+        (SCALE, "16-mixed", r"^loss_scale={'initial': 4096.0} is for .* this run's is 'bf16-mixed'.*float16_plugin"),
+        (1024, "32-true", r"^loss_scale=1024 is for .* this run's is '32-true'; valid: .* or precision='16-mixed'"),
+        (1024, "bf16-true", r"In the recipes: precision.loss_scale=null, or precision=fp16$"),
+    ],
+)
+def test_a_loss_scale_without_16_mixed_is_refused(scale: Any, precision: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Trainer(
-            strategy=MegaParStrategy(loss_scale=SCALE), accelerator="cpu", devices=1, precision="16-mixed", logger=False
+            strategy=MegaParStrategy(loss_scale=scale), accelerator="cpu", devices=1, precision=precision, logger=False
         )
+
+
+class Judged(parity.Model):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.gpt(batch["tokens"], batch["labels"]))
+
+
+def test_16_true_is_for_evaluation_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise AssertionError("a rank was started")
+
+    def trainer(devices: int) -> Trainer:
+        return Trainer(
+            strategy=MegaParStrategy(),
+            accelerator="cpu",
+            devices=devices,
+            precision="16-true",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            default_root_dir=tmp_path,
+        )
+
+    module = Judged(parity.style("gpt2"), "sgd")
+    loader = DataLoader(parity.Tokens(8, 16, 61), batch_size=4)
+    monkeypatch.setattr(os, "fork", fork)
+    with pytest.raises(ConfigError, match=r"precision='16-true'.*valid for fit: '32-true', 'bf16-mixed', 'bf16-true'"):
+        trainer(2).fit(module, loader)
+    (found,) = trainer(1).validate(module, loader, verbose=False)
+    assert 3.0 < found["val_loss"] < 6.0
+    assert next(module.parameters()).dtype == torch.float16
 
 
 def test_options_of_a_grad_scaler_are_refused() -> None:

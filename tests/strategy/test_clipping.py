@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import hostile
 import pytest
 import torch
 from hostile import Net, WideBlock
+from lightning.pytorch import Trainer
 from pool import RankPool
 from torch import Tensor, nn
 
 from lightning_megapar.config import ConfigError, Layout
 from lightning_megapar.data_parallel.norm import clip_gradients
 from lightning_megapar.mesh import ParallelMesh
+from lightning_megapar.strategy import MegaParStrategy
+from lightning_megapar.strategy.limits import refuse_clipping
 
 
 class Fused(Net):
@@ -112,3 +116,29 @@ def test_an_unknown_algorithm_is_refused_by_name() -> None:
         clip_gradients([], ParallelMesh(Layout()), 1.0, "nrom")
     with pytest.raises(Exception, match=r"gradient_clip_algorithm. nrom is invalid"):
         hostile.trainer_for("dp2", gradient_clip_val=1.0, gradient_clip_algorithm="nrom")
+
+
+@pytest.mark.parametrize(
+    ("bound", "message"),
+    [
+        (-1, r"gradient_clip_val=-1: expected a positive number, or None .or 0. for no clipping; nearest valid: 1$"),
+        (-0.5, r"gradient_clip_val=-0.5.*nearest valid: 0.5$"),
+        (math.nan, r"gradient_clip_val=nan: expected a positive number.*for no clipping$"),
+    ],
+)
+def test_a_bound_that_bounds_nothing_is_refused(bound: float, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr(os, "fork", fork)
+    trainer = Trainer(
+        strategy=MegaParStrategy(), accelerator="cpu", devices=2, gradient_clip_val=bound, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(Fused(), [])
+
+
+@pytest.mark.parametrize("bound", [None, 0, 0.0, 1, math.inf])
+def test_bounds_that_are_none_or_positive_are_taken(bound: float | None) -> None:
+    refuse_clipping(bound)

@@ -101,6 +101,9 @@ def test_batches_that_cannot_be_cut(batch: Any, message: str) -> None:
 
 def test_a_ragged_batch_is_no_surprise() -> None:
     assert [n for _, n in split_batch([X[:5], Y[:5]], 4, nominal=8)] == [1, 1, 1, 2]
+    # One sample of a loader that gives two, as two tensors: no list of two samples.
+    ((piece, samples),) = split_batch([X[:1], Y[:1]], 2, nominal=2)
+    assert samples == 1 and torch.equal(piece[0], X[:1]) and torch.equal(piece[1], Y[:1])
 
 
 def as_record(rows: list[Any]) -> Record:

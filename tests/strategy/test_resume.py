@@ -28,7 +28,14 @@ BATCH = 8
 
 
 def train(
-    options: dict[str, Any], world: int, root: str, *, stop: int, ckpt: str | None = None, save: str | None = None
+    options: dict[str, Any],
+    world: int,
+    root: str,
+    *,
+    stop: int,
+    ckpt: str | None = None,
+    save: str | None = None,
+    dropout: float = 0.0,
 ) -> dict[str, Any]:
     from lightning_megapar import MegaParStrategy
 
@@ -50,7 +57,7 @@ def train(
         enable_model_summary=False,
         default_root_dir=root,
     )
-    trainer.fit(parity.Model(parity.style("gpt2"), "adamw"), loader, ckpt_path=ckpt)
+    trainer.fit(parity.Model(parity.style("gpt2", dropout=dropout), "adamw"), loader, ckpt_path=ckpt)
     if save is not None:
         trainer.save_checkpoint(save)
     return {"losses": record.losses, "weights": record.weights, "norms": record.norms}
@@ -210,3 +217,78 @@ def test_a_plain_lightning_file_goes_on_with_its_optimizer(pool: RankPool, tmp_p
     world, options = LAYOUTS[layout]
     after = pool.run(continue_plain, world, options, world, str(tmp_path), path, mode="trainer")[0]
     assert after == pytest.approx(whole[2:], rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["dp2_zero1", "tp2_sp"])
+def test_random_numbers_go_on(pool: RankPool, tmp_path: Path, layout: str) -> None:
+    """Masks of dropout are those of the run that was not interrupted, and not the first ones again."""
+    world, options = LAYOUTS[layout]
+    path, root, more = str(tmp_path / "run.ckpt"), str(tmp_path), {"mode": "trainer", "dropout": 0.2}
+    whole = pool.run(train, world, options, world, root, stop=7, **more)[0]
+    pool.run(train, world, options, world, root, stop=4, save=path, **more)
+    found = pool.run(train, world, options, world, root, stop=7, ckpt=path, **more)[0]
+    assert found["norms"] == pytest.approx(whole["norms"][4:], rel=1e-9)
+
+
+class SavesWithin(Callback):
+    """Saves in the middle of an accumulation window: after a batch, and after a validation."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if args[-1] == 3:
+            trainer.save_checkpoint(f"{self.path}/batch.ckpt")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if not trainer.sanity_checking and not (Path(self.path) / "validation.ckpt").exists():
+            trainer.save_checkpoint(f"{self.path}/validation.ckpt")
+
+
+class Validated(parity.Model):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.gpt(batch["tokens"], batch["labels"]))
+
+
+def accumulated(options: dict[str, Any], world: int, root: str, ckpt: str | None = None, ramps: bool = False) -> Any:
+    """Windows of three batches, of which a validation comes after the fifth; a ramp has windows of two."""
+    from lightning_megapar import MegaParStrategy
+    from lightning_megapar.optim import BatchSizeRamp
+
+    strategy = MegaParStrategy(seed=11, **options)
+    data = strategy.config.resolve(world)[0].data
+    loader = DataLoader(parity.Tokens(48, 16, 61), batch_size=4 // data)
+    record, saves = parity.Record(), SavesWithin(root)
+    ramp = [BatchSizeRamp([(0, 4), (4, 12)])] if ramps else []
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=world,
+        max_epochs=2,
+        precision="64-true",
+        accumulate_grad_batches=1 if ramps else 3,
+        val_check_interval=5,
+        callbacks=[record, saves, *ramp],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+    )
+    trainer.fit(Validated(parity.style("gpt2"), "adamw"), loader, loader, ckpt_path=ckpt)
+    return {"norms": record.norms, "weights": record.weights, "step": trainer.global_step}
+
+
+@pytest.mark.parametrize("ramps", [False, True])
+def test_a_window_that_was_begun_comes_again(pool: RankPool, tmp_path: Path, ramps: bool) -> None:
+    """Its gradients are in no checkpoint."""
+    first, second = {"data_parallel_size": 2, "zero_stage": 2}, {"pipeline_parallel_size": 2}
+    root = str(tmp_path)
+    whole = pool.run(accumulated, 2, first, 2, root, mode="trainer", ramps=ramps)[0]
+    for name in ("batch", "validation"):
+        path = str(tmp_path / f"{name}.ckpt")
+        found = pool.run(accumulated, 2, second, 2, root, path, mode="trainer", ramps=ramps)[0]
+        assert found["step"] == whole["step"] and 0 < len(found["norms"]) < len(whole["norms"])
+        assert found["norms"] == pytest.approx(whole["norms"][-len(found["norms"]) :], rel=1e-9)
+        for key, weight in whole["weights"].items():
+            torch.testing.assert_close(found["weights"][key], weight, rtol=1e-9, atol=1e-12)

@@ -151,7 +151,7 @@ def test_stage_3_tells_another_order(pool: RankPool) -> None:
 
 def test_ranks_that_wait_for_one_another_are_told_why(pool: RankPool) -> None:
     """In a backward other orders take a gather for a reduction, which the backend waits for until its timeout."""
-    with pytest.raises(RankError, match="zero_stage=3: if no rank is gone, look for a step in which data ranks call"):
+    with pytest.raises(RankError, match="zero_stage=3: unless a rank has ended by itself, look for a step or a hook"):
         pool.run(train, 2, "dp2", Ordered, OTHER_ORDER, mode="trainer", num_sanity_val_steps=0)
 
 
