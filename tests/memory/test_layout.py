@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -44,7 +44,7 @@ def check(trace: Trace, layout: Layout, alignment: int) -> None:
     assert layout.max_live_bytes == trace.aligned(alignment).max_live_bytes <= layout.arena_bytes
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(traces(), st.sampled_from([1, 64, 512]))
 def test_nothing_overlaps(trace: Trace, alignment: int) -> None:
     check(trace, plan_offline(trace, alignment), alignment)

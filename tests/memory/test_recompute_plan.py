@@ -6,7 +6,7 @@ import random
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_megapar.config import ConfigError
@@ -43,7 +43,7 @@ def cases(draw: st.DrawFn) -> tuple[list[BlockCosts], int, int]:
     return blocks, draw(st.integers(0, in_flight * 30 * len(blocks) + 40)), in_flight
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_equals_brute_force(case: tuple[list[BlockCosts], int, int]) -> None:
     blocks, budget, in_flight = case
