@@ -28,6 +28,11 @@ def _is_pending(unit: FSDPModule) -> bool:
     return any(group._all_gather_result is not None for group in groups_of(unit))
 
 
+def is_gathered(unit: FSDPModule) -> bool:
+    """Whether a unit's parameters are whole now, and no gather of them is still running."""
+    return all(group.is_unsharded for group in groups_of(unit)) and not _is_pending(unit)
+
+
 def drop_pending(units: Sequence[FSDPModule]) -> None:
     """Drop what is being gathered and has not been called for."""
     for unit in units:
@@ -45,8 +50,15 @@ class Gathers(Protocol):
     def before_call(self, unit: FSDPModule) -> None:
         """A unit is about to be called, and not to be recomputed."""
 
-    def begin_step(self) -> None:
-        """Before a step of any kind."""
+    def begin_step(self, ahead: bool) -> None:
+        """Before a step of any kind; ``ahead``: units are gathered before they are called.
+
+        Only in steps of a schedule: between calls of his own somebody may change weights, of which a gather that has
+        been started knows nothing.
+        """
+
+    def end_step(self) -> None:
+        """From here on nothing is gathered ahead."""
 
     def complete(self) -> None:
         """Every unit that this rank calls in the step has been called."""
@@ -62,7 +74,7 @@ class Gathers(Protocol):
 class GatherOnce:
     """Stages 1 and 2: each unit once in a window, in one order that all data ranks follow.
 
-    A unit that is called gathers those before it as well, and the one behind it, which then runs while it computes.
+    A unit that is called gathers those before it as well, and ahead the one behind it, which then runs meanwhile.
 
     Args:
         order: in which units are called, as far as is known; the same on all data ranks.
@@ -71,6 +83,7 @@ class GatherOnce:
     digest = 0
 
     def __init__(self, order: Sequence[FSDPModule]) -> None:
+        self._ahead = 0
         self.restart(order)
 
     def begin_forward(self) -> None:
@@ -78,10 +91,15 @@ class GatherOnce:
 
     def before_call(self, unit: FSDPModule) -> None:
         """See :class:`Gathers`."""
-        self._start(self._position[unit] + 2)
+        self._start(self._position[unit] + 1 + self._ahead)
 
-    def begin_step(self) -> None:
+    def begin_step(self, ahead: bool) -> None:
         """See :class:`Gathers`."""
+        self._ahead = int(ahead)
+
+    def end_step(self) -> None:
+        """See :class:`Gathers`."""
+        self._ahead = 0
 
     def complete(self) -> None:
         """See :class:`Gathers`."""
@@ -117,7 +135,7 @@ class GatherEach:
         self._numbers = {unit: str(number).encode() for number, unit in enumerate(order)}
         self._previous: FSDPModule | None = None
         self._next: dict[FSDPModule, FSDPModule | None] = {}
-        self._changed = False
+        self._is_ahead = False
         self._sum = 0
 
     @property
@@ -141,23 +159,25 @@ class GatherEach:
         # A unit with several successors, or one of several before the same, has none that could be counted on.
         taken = any(after is unit for after in self._next.values())
         self._next[before] = None if before in self._next or taken or unit is before else unit
-        self._changed = True
 
-    def begin_step(self) -> None:
-        """Drop what was gathered ahead and never called for, and tell FSDP2 what follows what.
-
-        A forward that leaves out a module which mostly follows (one of validation, or of somebody's hook) has started
-        its gather; weights may be others by the time of the next call.
-        """
+    def begin_step(self, ahead: bool) -> None:
+        """See :class:`Gathers`."""
         self._sum = 0
         drop_pending(self._units)
-        if not self._changed:
-            return
-        self._changed = False
-        for unit, after in self._next.items():
-            unit.set_modules_to_forward_prefetch([] if after is None else [after])
-            if after is not None:
-                after.set_modules_to_backward_prefetch([unit])
+        if ahead:
+            self._is_ahead = True
+            for unit, after in self._next.items():
+                unit.set_modules_to_forward_prefetch([] if after is None else [after])
+                if after is not None:
+                    after.set_modules_to_backward_prefetch([unit])
+
+    def end_step(self) -> None:
+        """See :class:`Gathers`. What was gathered ahead and never called for is dropped."""
+        if self._is_ahead:
+            self._is_ahead = False
+            for unit in self._next:
+                unit.set_modules_to_forward_prefetch([])
+            drop_pending(self._units)
 
     def complete(self) -> None:
         """See :class:`Gathers`."""

@@ -24,7 +24,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_megapar.data_parallel.gathers import groups_of
 
-END = "_root_post_backward_final_callback"
+_END = "_root_post_backward_final_callback"
+_OF_GROUPS = (
+    "pre_backward",
+    "post_backward",
+    "fsdp_params",
+    "is_unsharded",
+    "_prefetch_unshard",
+    "_training_state",
+    "_all_gather_result",
+)
 
 Whole = tuple[nn.Parameter, Tensor | None]
 """A parameter (this rank's shard), and this rank's addend to its gradient: whole, or ``None`` if frozen."""
@@ -142,9 +151,9 @@ class UnitSums:
         Returns:
             whether it is the same on all data ranks.
         """
-        completed = list(self._completed)
-        is_first = self._group.rank() == 0
-        places = [completed.index(unit) + 1 if is_first and unit in self._completed else 0 for unit in self._units]
+        seen = self._completed if self._group.rank() == 0 else ()
+        place = {unit: number for number, unit in enumerate(seen, 1)}
+        places = [place.get(unit, 0) for unit in self._units]
         late = [any(_gradient_of(one) is not None for one in self._parameters[unit]) for unit in self._units]
         present = [here for unit in self._units for here in self._present[unit]]
         told = [digest, digest * digest, *places, *late, *present]
@@ -198,19 +207,20 @@ def _summed(numbers: list[int], group: dist.ProcessGroup, device: torch.device) 
     return told.tolist()
 
 
-def end_backward(units: Iterable[FSDPModule], reshards: bool) -> None:
-    """The last backward of a step is over: wait for the sums, and let go of parameters if ``reshards``.
+def end_backward(units: Iterable[FSDPModule]) -> None:
+    """The last backward of a step is over: wait for the sums.
 
     Each unit is a root of its own. The callback, which torch's own pipelining calls as well
     (``torch.distributed.pipelining.stage``), is what FSDP2 does at the end of a backward.
     """
     for unit in units:
-        unit.set_reshard_after_backward(reshards, recurse=False)
         unit.set_is_last_backward(True)
-        getattr(unit._get_fsdp_state(), END)()
+        getattr(unit._get_fsdp_state(), _END)()
 
 
-def knows_ends(unit: FSDPModule) -> bool:
-    """Whether FSDP2 can be told that gradients are complete; it is in torch 2.11 to 2.13."""
+def missing(unit: FSDPModule) -> list[str]:
+    """What FSDP2 has for itself in torch 2.11 to 2.13, is used here, and is not there."""
     state: Any = getattr(unit, "_get_fsdp_state", lambda: None)()
-    return callable(getattr(state, END, None)) and hasattr(state, "_comm_ctx")
+    lacking = [f"FSDPState.{name}" for name in (_END, "_comm_ctx", "_lazy_init") if not hasattr(state, name)]
+    groups = groups_of(unit) if not lacking else []
+    return lacking + [f"FSDPParamGroup.{name}" for group in groups for name in _OF_GROUPS if not hasattr(group, name)]

@@ -34,8 +34,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.data_parallel.gathers import GatherEach, GatherOnce, Gathers, drop_pending, groups_of
-from lightning_megapar.data_parallel.sums import END, UnitSums, Whole, are_alike, end_backward, knows_ends
+from lightning_megapar.data_parallel.gathers import (
+    GatherEach,
+    GatherOnce,
+    Gathers,
+    drop_pending,
+    groups_of,
+    is_gathered,
+)
+from lightning_megapar.data_parallel.sums import UnitSums, Whole, are_alike, end_backward, missing
 from lightning_megapar.data_parallel.unit_hooks import (
     Together,
     accumulate_in,
@@ -167,11 +174,11 @@ class ZeroUnits:
         """Whether a unit is reduced: at stage 3 only if it has been called, which is the same on all data ranks."""
         return self.stage < 3 or unit in self.called
 
-    def begin_step(self) -> None:
-        """Before a step of any kind, and again behind a rehearsal."""
-        self._keep_changes()
+    def begin_step(self, ahead: bool = True) -> None:
+        """Before a step of any kind, and again behind a rehearsal; ``ahead`` unless its calls are somebody's own."""
+        self._stays_gathered = any(map(is_gathered, self.units))
         self._in_forward.clear()
-        self._gathers.begin_step()
+        self._gathers.begin_step(ahead)
         self._sums.begin_step(self.regathered)
 
     def observe(self, observer: Callable[[list[Whole]], None] | None) -> None:
@@ -207,11 +214,12 @@ class ZeroUnits:
 
         Collective over the data ranks.
         """
+        self._gathers.end_step()
         digest = self._gathers.digest ^ self._sums.digest if self.stage == 3 else 0
         self.calls_were_alike = self._sums.agree(digest)
         if reshards and self._stays_gathered:
             self._keep_changes()
-        end_backward([unit for unit in self.units if self.takes_part(unit)], reshards)
+        end_backward([unit for unit in self.units if self.takes_part(unit)])
         if reshards:
             self.reshard()
 
@@ -221,12 +229,14 @@ class ZeroUnits:
         self.open([unit for unit in self.units if self.takes_part(unit)])
         backward()
         self.close()
+        self._keep_changes()
         self.finish(reshards=True)
         self._in_forward.clear()
 
     def finish_forward(self) -> None:
-        """A step without backwards is over; collective over the data ranks."""
+        """A step that reduces nothing is over; collective over the data ranks."""
         self.complete()
+        self._gathers.end_step()
         if self.stage == 3:
             self.calls_were_alike = are_alike(self._gathers.digest, self._group, self._device)
 
@@ -253,13 +263,10 @@ class ZeroUnits:
 
         A hook that clamps or averages weights within an accumulation window, or behind a validation, meets them whole.
         """
-        self._stays_gathered = False
-        for unit in self.units:
+        for unit in filter(is_gathered, self.units):
             for group in groups_of(unit):
-                if group.is_unsharded and group._all_gather_result is None:
-                    self._stays_gathered = True
-                    for parameter in group.fsdp_params:
-                        keep_changes(parameter)
+                for parameter in group.fsdp_params:
+                    keep_changes(parameter)
 
 
 def _share_communication(units: Sequence[FSDPModule]) -> None:
@@ -277,9 +284,10 @@ def _share_communication(units: Sequence[FSDPModule]) -> None:
 
 
 def _refuse_unknown(unit: FSDPModule, stage: int) -> None:
-    if not knows_ends(unit):
+    unknown = missing(unit)
+    if unknown:
         raise ConfigError(
-            f"zero_stage={stage}: FSDP2 of torch {torch.__version__} has no FSDPState.{END}, by which it is told "
+            f"zero_stage={stage}: FSDP2 of torch {torch.__version__} has no {', '.join(unknown)}, by which it is told "
             "that gradients are complete. Valid values: zero_stage=0, or a torch from 2.11 to 2.13"
         )
 

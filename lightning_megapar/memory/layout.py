@@ -70,10 +70,8 @@ def _placed(order: np.ndarray, size: np.ndarray, start: np.ndarray, end: np.ndar
             taken = np.maximum.accumulate(high[together])
             begins = np.concatenate(([0], taken))
             room = np.concatenate((low[together], [np.iinfo(np.int64).max])) - begins
-            fits = room >= size[buffer]
-            where = int(begins[np.argmin(np.where(fits, room, np.iinfo(np.int64).max))])
-            if not fits[:-1].any():
-                where = int(begins[-1])
+            # Above the highest there is always room, and less than what stands for none: something lies below it.
+            where = int(begins[np.argmin(np.where(room >= size[buffer], room, np.iinfo(np.int64).max))])
         low[number], high[number] = where, where + size[buffer]
         offsets[buffer] = where
     return offsets

@@ -122,6 +122,9 @@ class Trace:
         Args:
             recorded: stopped.
             device: whose events.
+
+        Raises:
+            ConfigError: a profiler that is not stopped, or has recorded no memory.
         """
         wanted = (device or torch.device("cpu")).type
         alive: dict[int, tuple[int, int]] = {}
@@ -140,7 +143,11 @@ class Trace:
 
 def _allocations(recorded: profile, kind: str) -> list[tuple[int, int]]:
     """(address, bytes) of a profile's allocations and, negative, releases on a kind of device, in their order."""
-    results: Any = recorded.profiler and recorded.profiler.kineto_results
+    results: Any = getattr(recorded.profiler, "kineto_results", None)
+    if results is None or not recorded.profile_memory:
+        raise ConfigError(
+            "Trace.of_profile: the profiler has no memory events; run it with profile_memory=True, and stop it first"
+        )
     found: list[tuple[int, int, int]] = []
     waiting = list(results.experimental_event_tree())
     while waiting:

@@ -189,7 +189,7 @@ class Stepper(Evaluation):
             )
         if self.zero is not None:
             if reduction is None:
-                self.zero.complete()  # before the others are told of the step: some may have called more
+                self.zero.finish_forward()  # before the others are told of the step: some may have called more
             self._refuse_unlike_calls("train")
         if parts is not None:
             self._tell_news(parts.news())
@@ -345,7 +345,7 @@ class Stepper(Evaluation):
         if self.zero is None:
             yield
             return
-        self.zero.begin_step()
+        self.zero.begin_step(ahead=False)
         with self.explained():
             yield
         self.zero.finish_forward()

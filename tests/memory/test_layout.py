@@ -92,6 +92,16 @@ def test_events_that_cannot_be(events: list[Event], says: str) -> None:
         Trace(events)
 
 
+@pytest.mark.parametrize("records", [True, False])
+def test_profiles_without_memory(records: bool) -> None:
+    recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=records)
+    if not records:
+        with recorded:
+            torch.ones(8)
+    with pytest.raises(ConfigError, match="profile_memory=True, and stop it first"):
+        Trace.of_profile(recorded)  # not started, or started without
+
+
 @pytest.mark.parametrize("text", ["", "[]", json.dumps({"format": "other", "events": []})])
 def test_files_that_are_no_traces(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.json"

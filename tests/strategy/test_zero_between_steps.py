@@ -125,14 +125,25 @@ class Adversaries(Net):
         self.log("behind", self.loss(batch).detach())
 
 
-def adversarial(stage: int) -> dict[str, Any]:
-    return hostile.fit("dp2", Adversaries, options={"zero_stage": stage})
+class Clamps(Adversaries):
+    """Changes weights in place, within the step, where it has looked at itself before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.log("before", self.loss(batch))
+        clamp(self)
+        super().training_step(batch, batch_idx)
 
 
+def adversarial(stage: int, module: type[Net] = Adversaries) -> dict[str, Any]:
+    return hostile.fit("dp2", module, options={"zero_stage": stage})
+
+
+@pytest.mark.parametrize("module", [Adversaries, Clamps])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_forwards_between_backward_and_step(pool: RankPool, stage: int) -> None:
-    mine = pool.run(adversarial, 2, stage, mode="trainer")
-    assert hostile.differences(mine, pool.run(adversarial, 2, 0, mode="trainer")) == []
+def test_forwards_between_backward_and_step(pool: RankPool, stage: int, module: type[Net]) -> None:
+    mine = pool.run(adversarial, 2, stage, module, mode="trainer")
+    assert hostile.differences(mine, pool.run(adversarial, 2, 0, module, mode="trainer")) == []
 
 
 class Gated(Net):
