@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megapar.config import ConfigError, divisors, nearest
@@ -61,6 +61,29 @@ class RotaryPositions:
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+class CoreAttention(nn.Module):
+    """Causal or full attention of heads to heads; no parameters.
+
+    A module of its own, so that its intermediate results can be recomputed while queries, keys and values are kept
+    (Korthikanti et al., arXiv 2205.05198: what is cheap to compute and large to keep).
+
+    Args:
+        causal: a token sees itself and those before it.
+    """
+
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Queries (batch, heads, s, head size), keys and values with a divisor of the heads -> as the queries."""
+        grouped = key.shape[-3] != query.shape[-3]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=grouped)
+
+    def extra_repr(self) -> str:
+        return f"causal={self.causal}"
+
+
 class ParallelAttention(ParallelLayer):
     """Causal multi-head self-attention whose heads are split over the tensor ranks.
 
@@ -105,7 +128,8 @@ class ParallelAttention(ParallelLayer):
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_heads(hidden_size, num_heads, kv_heads, head_dim)
-        self.num_heads, self.num_kv_heads, self.causal = num_heads, kv_heads, causal
+        self.num_heads, self.num_kv_heads = num_heads, kv_heads
+        self.core = CoreAttention(causal)
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         self.rotary = rotary
         where: dict = {"bias": bias, "device": device, "dtype": dtype}
@@ -146,10 +170,7 @@ class ParallelAttention(ParallelLayer):
         )
         if self.rotary is not None:
             query, key = self.rotary(query), self.rotary(key)
-        result = F.scaled_dot_product_attention(
-            query, key, value, is_causal=self.causal, enable_gqa=key.shape[-3] != query.shape[-3]
-        )
-        return self.output(result.transpose(-3, -2).flatten(-2))
+        return self.output(self.core(query, key, value).transpose(-3, -2).flatten(-2))
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
