@@ -5,7 +5,7 @@ different modules, or give gradients to different parameters of one (experts, la
 one thing with another, or wait for ever. So FSDP2's hooks only tell that a unit is through a backward; here
 
 * a unit is reduced when its turn comes in the agreed order, within the backward if it can be;
-* every unit takes part, called or not, with zeros for what has no gradient;
+* every unit that had gradients on any rank the last time takes part, with zeros for what has none here;
 * in the end the ranks tell each other which parameters have a gradient on any of them (others keep none, which is what
   optimizers see without sharding), and which units got some after their turn: those are reduced once more.
 """
@@ -54,6 +54,10 @@ class UnitSums:
         self._units = list(units)
         self._group = group
         self._device = device
+        self._active: set[FSDPModule] | None = None
+        """Units that had gradients on any data rank the last time; ``None`` before it is known."""
+        self._last: set[FSDPModule] = set()
+        """Units that one backward on any data rank has come to more than once: none says when they are complete."""
         self._turns: list[FSDPModule] = []
         self._ready: set[FSDPModule] = set()
         self._completed: dict[FSDPModule, None] = {}
@@ -61,8 +65,11 @@ class UnitSums:
         self._inner: dict[FSDPModule, Any] = {}
         self._parameters = {unit: [p for g in groups_of(unit) for p in g.fsdp_params] for unit in units}
         self._present: dict[FSDPModule, list[bool]] = {}
-        self.repeated: set[FSDPModule] = set()
-        """Units that a forward has called more than once: a backward comes to them as often."""
+        self._repeated: set[FSDPModule] = set()
+        """Those of this rank: a forward has called them more than once, and the gradients are of all its calls."""
+        self._backward = -1
+        self._came: set[FSDPModule] = set()
+        """Units that the backward of this number has come through."""
         self._backwards = 0
         """Digest of the units whose parameters backwards have asked for, in their order."""
         self.observe: Callable[[list[Whole]], None] | None = None
@@ -90,7 +97,9 @@ class UnitSums:
 
     def open(self, first: Collection[FSDPModule], then: Collection[FSDPModule] = ()) -> None:
         """The coming backward completes gradients of these: reduce each within it, as soon as its turn comes."""
-        self._turns = [unit for some in (first, then) for unit in self.order if unit in some]
+        active = self._look_around() if self._active is None else self._active
+        turns = [unit for some in (first, then) for unit in self.order if unit in some and unit in active]
+        self._turns = sorted(turns, key=lambda unit: unit in self._last)
         self._ready.clear()
 
     def close(self) -> None:
@@ -108,14 +117,28 @@ class UnitSums:
     def _through(self, unit: FSDPModule, *_: Any) -> None:
         """FSDP2 is through a unit's backward."""
         self._completed.setdefault(unit)
-        if self._turns[:1] != [unit] or unit in self.repeated:
+        self._note(unit)
+        waits = unit in self._repeated or unit in self._last
+        if self._turns[:1] != [unit] or waits:
             self._inner[unit]()
-            if unit in self._turns and unit not in self.repeated:
+            if unit in self._turns and not waits:
                 self._ready.add(unit)
             return
         self.reduce(self._turns.pop(0))
         while self._turns and self._turns[0] in self._ready:
             self.reduce(self._turns.pop(0))
+
+    def _note(self, unit: FSDPModule) -> None:
+        """Whether this backward comes to the unit for the first time. (If not, what is summed already was too early:
+        what comes now is late, and summed once more.)
+        """
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            self._came.clear()
+        if unit in self._came:
+            self._repeated.add(unit)
+        self._came.add(unit)
 
     def reduce(self, unit: FSDPModule) -> None:
         """Start the sum of a unit's gradients, with zeros for those that this rank has not."""
@@ -151,23 +174,23 @@ class UnitSums:
         Returns:
             whether it is the same on all data ranks.
         """
-        seen = self._completed if self._group.rank() == 0 else ()
-        place = {unit: number for number, unit in enumerate(seen, 1)}
-        places = [place.get(unit, 0) for unit in self._units]
-        late = [any(_gradient_of(one) is not None for one in self._parameters[unit]) for unit in self._units]
         present = [here for unit in self._units for here in self._present[unit]]
-        told = [digest, digest * digest, *places, *late, *present]
+        told = [digest, digest * digest, *self._shown(), *present]
         (total, squares, *numbers), count = _summed(told, self._group, self._device), len(self._units)
-        again = [unit for unit, is_late in zip(self._units, numbers[count : 2 * count]) if is_late]
+        again = self._marked(numbers[count : 2 * count])
         if again:
             for unit in again:
                 self.reduce(unit)
             return self.agree(digest)
-        parameters = (one for unit in self._units for one in self._parameters[unit])
-        for one, anywhere in zip(parameters, numbers[2 * count :]):
-            if not anywhere:
-                one.sharded_param.grad = None
-        self._learn(numbers[:count])
+        self._active = set()
+        flags = iter(numbers[3 * count :])
+        for unit in self._units:
+            for one in self._parameters[unit]:
+                if next(flags):
+                    self._active.add(unit)
+                else:
+                    one.sharded_param.grad = None
+        self._learn(numbers)
         return _are_alike(total, squares, self._group)
 
     def forget(self) -> None:
@@ -178,12 +201,35 @@ class UnitSums:
                 if hasattr(one, "_unsharded_param"):
                     one._unsharded_param.grad = None
 
-    def _learn(self, places: Sequence[int]) -> None:
-        """Follow the order of data rank 0, where it is another than the one so far."""
-        seen = sorted((place, number) for number, place in enumerate(places) if place)
+    def _look_around(self) -> set[FSDPModule]:
+        """Before the first sum of all: what earlier microbatches have shown, if there were any; collective."""
+        told, count = _summed(self._shown(), self._group, self._device), len(self._units)
+        self._learn(told)
+        self._active = set(self._marked(told[count : 2 * count]) or self._units)
+        return self._active
+
+    def _shown(self) -> list[int]:
+        """For each unit its place in the order of backwards (from 1 on; 0 where it has none, and on all ranks but one),
+        whether it has gradients that wait to be summed, and whether backwards come to it more than once.
+        """
+        seen = self._completed if self._group.rank() == 0 else ()
+        place = {unit: number for number, unit in enumerate(seen, 1)}
+        waiting = [any(_gradient_of(one) is not None for one in self._parameters[unit]) for unit in self._units]
+        repeated = [unit in self._repeated for unit in self._units]
+        return [*(place.get(unit, 0) for unit in self._units), *waiting, *repeated]
+
+    def _marked(self, flags: Sequence[int]) -> list[FSDPModule]:
+        """The units with a flag that is not zero."""
+        return [unit for unit, flag in zip(self._units, flags) if flag]
+
+    def _learn(self, told: Sequence[int]) -> None:
+        """Follow the order of data rank 0, where it is another than the one so far; see :meth:`_shown`."""
+        count = len(self._units)
+        seen = sorted((place, number) for number, place in enumerate(told[:count]) if place)
         units = [self._units[number] for _, number in seen]
         if units != [unit for unit in self.order if unit in set(units)]:
             self.order = [*units, *(unit for unit in self.order if unit not in set(units))]
+        self._last = set(self._marked(told[2 * count : 3 * count]))
 
 
 def _gradient_of(one: Any) -> Tensor | None:

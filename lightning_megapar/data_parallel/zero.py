@@ -97,7 +97,6 @@ class ZeroUnits:
         self._is_connected = False
         self._stays_gathered = False
         """Whether a step began with parameters that were gathered before it."""
-        self._in_forward: set[FSDPModule] = set()
         self._group = group
         self._device = torch.device(mesh.device_type)
         on_gpu = mesh.device_type == "cuda"
@@ -150,9 +149,6 @@ class ZeroUnits:
         self._connect()
         self.called.add(unit)
         if torch._C._current_graph_task_id() < 0:  # not recomputed in a backward
-            if unit in self._in_forward and torch.is_grad_enabled():
-                self._sums.repeated.add(unit)
-            self._in_forward.add(unit)
             self._gathers.before_call(unit)
 
     def _connect(self) -> None:
@@ -177,7 +173,6 @@ class ZeroUnits:
     def begin_step(self, ahead: bool = True) -> None:
         """Before a step of any kind, and again behind a rehearsal; ``ahead`` unless its calls are somebody's own."""
         self._stays_gathered = any(map(is_gathered, self.units))
-        self._in_forward.clear()
         self._gathers.begin_step(ahead)
         self._sums.begin_step(self.regathered)
 
@@ -187,7 +182,6 @@ class ZeroUnits:
 
     def begin_forward(self) -> None:
         """A microbatch is about to run through a chunk."""
-        self._in_forward.clear()
         self._gathers.begin_forward()
 
     def open(self, units: Collection[FSDPModule]) -> None:
@@ -231,7 +225,6 @@ class ZeroUnits:
         self.close()
         self._keep_changes()
         self.finish(reshards=True)
-        self._in_forward.clear()
 
     def finish_forward(self) -> None:
         """A step that reduces nothing is over; collective over the data ranks."""
