@@ -6,6 +6,7 @@ alike. numpy's and the device's take part only where they are in use.
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 
 class GeneratorStates(NamedTuple):
@@ -81,3 +83,33 @@ def generators_kept() -> Iterator[None]:
         yield
     finally:
         set_generator_states(states)
+
+
+def own_generators(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Owner and attribute of the generators that a module and its parts hold: torch's, Python's and numpy's."""
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy is not None:
+        kinds += (numpy.random.Generator,)
+    return [
+        (child, name) for child in module.modules() for name, value in vars(child).items() if isinstance(value, kinds)
+    ]
+
+
+def state_of(generator: Any) -> Any:
+    """The state of one of :func:`own_generators`, as a value that can be compared."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return pickle.dumps(generator.bit_generator.state)
+
+
+def set_state_of(generator: Any, state: Any) -> None:
+    """Let a generator go on from what :func:`state_of` gave."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(_tensor(state))
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = pickle.loads(state)  # of this very process

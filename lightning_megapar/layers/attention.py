@@ -71,6 +71,9 @@ class CoreAttention(nn.Module):
         causal: a token sees itself and those before it.
     """
 
+    is_core_attention = True
+    """What :mod:`lightning_megapar.memory.blocks` looks for."""
+
     def __init__(self, causal: bool = True) -> None:
         super().__init__()
         self.causal = causal

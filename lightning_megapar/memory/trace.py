@@ -130,7 +130,9 @@ class Trace:
         alive: dict[int, tuple[int, int]] = {}
         events: list[Event] = []
         count = 0
-        for pointer, size in _allocations(recorded, wanted):
+        for change in allocations(recorded, wanted):
+            assert change is not None
+            pointer, size = change
             if size > 0:
                 alive[pointer] = count, size
                 events.append(Event(count, size))
@@ -141,18 +143,29 @@ class Trace:
         return cls(events)
 
 
-def _allocations(recorded: profile, kind: str) -> list[tuple[int, int]]:
-    """(address, bytes) of a profile's allocations and, negative, releases on a kind of device, in their order."""
+def allocations(recorded: profile, kind: str, mark: str = "") -> list[tuple[int, int] | None]:
+    """(address, bytes) of a profile's allocations and, negative, releases on a kind of device, in their order.
+
+    Args:
+        recorded: stopped.
+        kind: of device, such as ``"cpu"``.
+        mark: name of ``record_function`` ranges, each of which gives a ``None``.
+
+    Raises:
+        ConfigError: see :meth:`Trace.of_profile`.
+    """
     results: Any = getattr(recorded.profiler, "kineto_results", None)
     if results is None or not recorded.profile_memory:
         raise ConfigError(
             "Trace.of_profile: the profiler has no memory events; run it with profile_memory=True, and stop it first"
         )
-    found: list[tuple[int, int, int]] = []
+    found: list[tuple[int, tuple[int, int] | None]] = []
     waiting = list(results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
         waiting.extend(event.children)
         if event.tag == _EventType.Allocation and event.extra_fields.device.type == kind:
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    return [(pointer, size) for _, pointer, size in sorted(found, key=lambda one: one[0])]
+            found.append((event.start_time_ns, (event.extra_fields.ptr, event.extra_fields.alloc_size)))
+        elif mark and event.name == mark:
+            found.append((event.start_time_ns, None))
+    return [change for _, change in sorted(found, key=lambda one: one[0])]

@@ -1,0 +1,233 @@
+"""A rank's blocks and what each of them recomputes; a plan of it is made from the first training step.
+
+Under ``mode="auto"`` blocks recompute everything in the first step, in which each kind of block is measured at its
+first call. Between two steps the plan is made and the blocks change what they keep: nothing else depends on it. A step
+in which a block gets larger inputs than it was measured with is followed by another such step, and another plan.
+Without a budget that is given, planning waits for an optimizer step: what the device has left then is the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_megapar.config import ConfigError
+from lightning_megapar.memory.blocks import INPUTS, BlockForward, choose_for, elements_of
+from lightning_megapar.memory.chain import ChainCosts, chain_peak, plan_chain
+from lightning_megapar.memory.measure import BlockMeasure, measure_block
+from lightning_megapar.memory.options import MODES, RecomputeConfig
+from lightning_megapar.memory.recompute import RecomputePlan
+
+Agree = Callable[[list[float]], list[float]]
+"""The largest of each number over the ranks that have to recompute alike; collective over them."""
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What a schedule keeps alive on a rank.
+
+    Args:
+        microbatches: for each chunk the most that are between their forward and their backward (of the inputs).
+        waiting: for each chunk the most that are between the backward of their inputs and that of their weights.
+        keeps_outputs: for each chunk whether its last block's result is kept until its gradient comes.
+    """
+
+    microbatches: tuple[int, ...]
+    waiting: tuple[int, ...]
+    keeps_outputs: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class ChosenPlan:
+    """What a rank's blocks keep.
+
+    Args:
+        names: of the blocks, in the order of their calls.
+        plan: an option for each.
+        budget_bytes: that it was made for.
+        waiting_bytes: of weight gradients that wait, as part of the budget.
+    """
+
+    names: tuple[str, ...]
+    plan: RecomputePlan
+    budget_bytes: int
+    waiting_bytes: int = 0
+
+
+class Recomputation:
+    """What the blocks of a rank recompute.
+
+    Args:
+        config: what the user wants.
+        blocks: names and modules, on this rank.
+        device: where they compute.
+    """
+
+    def __init__(self, config: RecomputeConfig, blocks: Mapping[str, nn.Module], device: torch.device) -> None:
+        self.config = config
+        self.chosen: ChosenPlan | None = None
+        """The plan, when there is one."""
+        self._device = device
+        self._forwards: dict[str, BlockForward] = {}
+        self._chunks: list[list[str]] = []
+        self._kinds: dict[Any, BlockMeasure] = {}
+        self._measures: dict[str, BlockMeasure] = {}
+        self._sizes: dict[str, int] = {}
+        self._is_due = False
+        self._state_kept: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
+        self._postponed: Any = None
+        self.adopt(blocks)
+
+    def adopt(self, blocks: Mapping[str, nn.Module]) -> None:
+        """Go on with these blocks, of which some may be there already."""
+        option = INPUTS if self.config.is_planned else MODES[self.config.mode]
+        self._forwards = dict(zip(blocks, choose_for(blocks.items(), option)))
+
+    def connect(
+        self,
+        chunks: Sequence[Iterable[str]],
+        state_kept: Callable[[nn.Module], AbstractContextManager[Any]],
+        postponed: Any = None,
+    ) -> None:
+        """Say what is needed for measurements.
+
+        Args:
+            chunks: names of the blocks of each chunk of this rank.
+            state_kept: leaves a module as it was around runs that do not count.
+            postponed: where weight gradients wait under schedules that split the backward.
+        """
+        self._chunks = [[name for name in chunk if name in self._forwards] for chunk in chunks]
+        self._state_kept, self._postponed = state_kept, postponed
+
+    def remove(self) -> None:
+        """Give every block its own forward back."""
+        for forward in self._forwards.values():
+            forward.remove()
+
+    def choices(self) -> dict[str, str]:
+        """The option of each block now."""
+        return {name: forward.option for name, forward in self._forwards.items()}
+
+    # -- around training steps -----------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Before a training step: measure in it, if need be."""
+        if self.config.is_planned and not self._measures:
+            for name, forward in self._forwards.items():
+                forward.option = INPUTS
+                forward.calls = 0
+                forward.measure = _Measuring(self, name)
+        for forward in self._forwards.values():
+            forward.most_elements = 0
+
+    def end_step(self) -> None:
+        """Behind a training step."""
+        for name, forward in self._forwards.items():
+            forward.measure = None
+            if forward.most_elements > self._sizes.get(name, forward.most_elements):
+                self._is_due = True
+        if self._is_due and self.chosen is not None:
+            self._measures.clear()
+            self._sizes.clear()
+            self._is_due, self.chosen = False, None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a plan can be made, and has not been."""
+        return self.config.is_planned and self.chosen is None and bool(self._measures)
+
+    def plan(self, budget_bytes: int, held: InFlight, agree: Agree, microbatches: int) -> ChosenPlan:
+        """Make the plan and follow it; between two steps, collective over the ranks that recompute alike.
+
+        Args:
+            budget_bytes: of this rank.
+            held: by the schedule.
+            agree: see :data:`Agree`.
+            microbatches: of the step that was measured in.
+
+        Raises:
+            ConfigError: no plan is within the budget.
+        """
+        names = [name for chunk in self._order() for name in chunk]
+        found = self._agreed(names, agree, microbatches)
+        lines, waits = self._lines(found, held)
+        allowed = [[costs.only(self.config.options) for costs in line] for line in lines]
+        plan = self._planned(allowed, budget_bytes, held, waits)
+        for name, option in zip(names, plan.choices):
+            self._forwards[name].option = option
+        self.chosen = ChosenPlan(tuple(names), plan, budget_bytes, waits)
+        return self.chosen
+
+    def _planned(self, lines: list[list[ChainCosts]], budget_bytes: int, held: InFlight, waits: int) -> RecomputePlan:
+        try:
+            return plan_chain(lines, max(0, budget_bytes - waits), held.microbatches)
+        except ConfigError as error:
+            more = f", and {waits} bytes more for weight gradients that wait" if waits else ""
+            raise ConfigError(f"recompute: {error}{more}") from None
+
+    def least_bytes(self, held: InFlight, agree: Agree, microbatches: int) -> int:
+        """What blocks take that recompute everything; arguments as for :meth:`plan`."""
+        names = [name for chunk in self._order() for name in chunk]
+        lines, waits = self._lines(self._agreed(names, agree, microbatches), held)
+        return chain_peak(lines, [INPUTS] * len(names), held.microbatches) + waits
+
+    def _order(self) -> list[list[str]]:
+        """Names of the measured blocks of each chunk, in the order of their first calls."""
+        return [[name for name in self._measures if name in set(chunk)] for chunk in self._chunks]
+
+    def _lines(self, found: Mapping[str, BlockMeasure], held: InFlight) -> tuple[list[list[ChainCosts]], int]:
+        """Costs of the blocks of each chunk, and bytes that wait."""
+        lines, waits = [], 0
+        for chunk, waiting, keeps in zip(self._order(), held.waiting, held.keeps_outputs):
+            line = [found[name].costs for name in chunk]
+            if keeps and line:
+                line[-1] = line[-1].with_kept(found[chunk[-1]].output_bytes)
+            lines.append(line)
+            waits += waiting * sum(found[name].waiting_bytes for name in chunk)
+        return lines, waits
+
+    def _agreed(self, names: list[str], agree: Agree, microbatches: int) -> dict[str, BlockMeasure]:
+        """What was measured, the largest of all ranks that recompute alike."""
+        flat: list[float] = []
+        for name in names:
+            flat += self._measures[name].numbers(max(1, -(-self._forwards[name].calls // microbatches)))
+        numbers = iter(agree(flat))
+        return {name: self._measures[name].with_numbers(numbers) for name in names}
+
+    def _note(self, name: str, forward: BlockForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A block's first call in a step that is measured in."""
+        assert self._state_kept is not None
+        kind = _kind_of(forward.block, args, kwargs)
+        if kind not in self._kinds:
+            with self._state_kept(forward.block):
+                self._kinds[kind] = measure_block(forward, args, kwargs, self._device, postponed=self._postponed)
+        self._measures[name] = self._kinds[kind]
+        self._sizes[name] = elements_of(args, kwargs)
+
+
+def _kind_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What blocks have in common that cost the same: classes, settings, shapes of parameters and arguments."""
+
+    def shape(value: Any) -> Any:
+        return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else type(value)
+
+    parts = tuple((type(part), part.training, part.extra_repr()) for part in block.modules())
+    parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
+    given = tuple(shape(value) for value in tree_leaves((args, kwargs)))
+    return parts, parameters, given
+
+
+class _Measuring:
+    """Called with a block's first arguments."""
+
+    def __init__(self, owner: Recomputation, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __call__(self, forward: BlockForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._owner._note(self._name, forward, args, kwargs)
