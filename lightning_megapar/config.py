@@ -120,6 +120,8 @@ class ParallelConfig:
             cheapest layout; ``None`` cuts whatever can be cut.
         rebalance: what is done when a rank is slow: options of
             :class:`~lightning_megapar.pipeline.balance.options.Rebalance`; ``None`` measures nothing.
+        recompute: what is recomputed in the backward instead of being kept: ``"none"``, ``"selective"``, ``"full"``,
+            ``"auto"``, or :class:`~lightning_megapar.memory.options.RecomputeConfig` and its arguments.
 
     Raises:
         ConfigError: on any value outside its range, naming the setting, the value and the nearest valid ones.
@@ -145,6 +147,7 @@ class ParallelConfig:
     sharding_plan: Any = "auto"
     cluster: Any = None
     rebalance: Any = None
+    recompute: Any = "none"
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -1,7 +1,7 @@
 """How a block of the stack keeps its activations: everything, all but attention, or its inputs alone.
 
-:func:`choose_for` puts a :class:`BlockForward` in the place of a block's ``forward``, inside of the hooks on it: gathers of
-FSDP2, hooks of the pipeline and of the user run once for each call, whatever is recomputed. A block that is compiled
+:func:`choose_for` puts a :class:`BlockForward` in the place of a block's ``forward``, inside of the hooks on it: those
+of FSDP2, of the pipeline and of the user run once for each call, whatever is recomputed. A block that is compiled
 is recomputed around the compiled call, with its hooks.
 
 ``"no_attention"`` recomputes what attention makes of queries, keys and values, which is large and cheap (Korthikanti et

@@ -69,8 +69,10 @@ class ChainCosts:
         """The same with these options alone; all of them, if the block has none of these."""
         kept = [option for option in self.saved_bytes if option in set(options)] or list(self.saved_bytes)
         return ChainCosts(
-            *({option: costs[option] for option in kept} for costs in (self.saved_bytes, self.recompute_seconds)),
-            *({option: costs[option] for option in kept} for costs in (self.forward_bytes, self.backward_bytes)),
+            {option: self.saved_bytes[option] for option in kept},
+            {option: self.recompute_seconds[option] for option in kept},
+            {option: self.forward_bytes[option] for option in kept},
+            {option: self.backward_bytes[option] for option in kept},
         )
 
     def with_kept(self, more: int) -> ChainCosts:

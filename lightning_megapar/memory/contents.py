@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, Tensor, nn.Module, types.ModuleType)
+_ATOMS: tuple[Any, ...] = (type(None), bool, int, float, complex, str, bytes, type, Tensor, nn.Module, types.ModuleType)
 _ATOMS += (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _KINDS = (dict, list, set, deque)
 
@@ -41,7 +41,7 @@ class Contents:
         if not isinstance(container, _KINDS) or id(container) in self._kept:
             return
         kind = _kind(container)
-        copy = deque(container, container.maxlen) if isinstance(container, deque) else kind(_items(container))
+        copy: Any = deque(container, container.maxlen) if isinstance(container, deque) else kind(_items(container))
         self._kept[id(container)] = container, copy
         for one in copy.values() if kind is dict else copy:
             self._note(one, depth - 1)

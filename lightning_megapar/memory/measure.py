@@ -2,8 +2,8 @@
 
 A forward and a backward of the block run under each option on copies: of the arguments, and of the parameters as far
 as autograd is concerned (the same numbers, gradients of their own), so that nobody's gradients, hooks or random numbers
-are touched. What surrounds the block in a chain is imitated: its input belongs to it, its output does not, and the gradient
-of the output is let go of as soon as it is used.
+are touched. What surrounds the block in a chain is imitated: its input belongs to it, its output does not, and the
+gradient of the output is let go of as soon as it is used.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_megapar.config import ConfigError
 from lightning_megapar.memory.blocks import INPUTS, BlockForward, choose_for, elements_of
 from lightning_megapar.memory.chain import ChainCosts, chain_peak, plan_chain
-from lightning_megapar.memory.measure import BlockMeasure, measure_block
+from lightning_megapar.memory.measure import BlockMeasure, Postponed, measure_block
 from lightning_megapar.memory.options import MODES, RecomputeConfig
 from lightning_megapar.memory.recompute import RecomputePlan
 
@@ -81,7 +81,7 @@ class Recomputation:
         self._sizes: dict[str, int] = {}
         self._is_due = False
         self._state_kept: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
-        self._postponed: Any = None
+        self._postponed: Postponed | None = None
         self.adopt(blocks)
 
     def adopt(self, blocks: Mapping[str, nn.Module]) -> None:
@@ -93,7 +93,7 @@ class Recomputation:
         self,
         chunks: Sequence[Iterable[str]],
         state_kept: Callable[[nn.Module], AbstractContextManager[Any]],
-        postponed: Any = None,
+        postponed: Postponed | None = None,
     ) -> None:
         """Say what is needed for measurements.
 

@@ -240,6 +240,11 @@ class StepperBase:
                 "does not use cost time alone), or freeze in configure_model"
             )
 
+    @property
+    def schedule_of_batch(self) -> Schedule:
+        """The schedule of a whole batch."""
+        return self._schedule(self.schedule, self.num_microbatches)
+
     # -- pieces shared by training and evaluation --------------------------------------------------------------------
 
     def _schedule(self, schedule: str | Schedule, microbatches: int) -> Schedule:

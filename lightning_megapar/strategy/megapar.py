@@ -15,6 +15,7 @@ from lightning_megapar.checkpoint.hugging_face.reading import LoadFrom, check_lo
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.data_parallel.agreement import whole_buffers
 from lightning_megapar.launch import returns_to_caller
+from lightning_megapar.memory.options import given_recompute
 from lightning_megapar.pipeline.balance.options import given_rebalance, usable
 from lightning_megapar.pipeline.cutting.state import state_kept
 from lightning_megapar.pipeline.schedules import given_schedule
@@ -42,7 +43,8 @@ from lightning_megapar.strategy.limits import (
     refuse_modules,
     refuse_optimizers,
 )
-from lightning_megapar.strategy.prepare import prepare_module, stack_blocks
+from lightning_megapar.strategy.prepare import prepare_module, stack_blocks, with_recomputation
+from lightning_megapar.strategy.recomputing import refuse_recompute
 from lightning_megapar.strategy.schedule_choice import keep_schedule, take_schedule
 from lightning_megapar.strategy.step_strategy import StepStrategy
 from lightning_megapar.strategy.whole_module import WholeModule
@@ -78,6 +80,10 @@ class MegaParStrategy(StepStrategy):
         rebalance: what to do when a rank is slow: ``True``, ``"layers"``, ``"replicas"``, ``"microbatches"``, or a
             mapping of the arguments of :class:`~lightning_megapar.pipeline.balance.options.Rebalance`; ``None``
             measures nothing. What was found and done is in :attr:`balance_events`.
+        recompute: what blocks recompute in the backward instead of keeping it: ``"none"``; ``"selective"``: attention;
+            ``"full"``: all but their inputs; ``"auto"``: what costs the least time within a budget; or a mapping of the
+            arguments of :class:`~lightning_megapar.memory.options.RecomputeConfig`, such as ``{"budget_bytes": 4e9}``.
+            What was chosen is in :attr:`recompute_choices`. Gradients are the same, bit for bit.
         loss_scale: of ``precision="16-mixed"``: a mapping of the arguments of
             :class:`~lightning_megapar.precision.loss_scale.LossScaleOptions`, or a number for a fixed one.
         fp8: 8-bit products of the linear layers inside the stack: ``"rowwise"``, ``"tensorwise"``, or a mapping of the
@@ -120,6 +126,7 @@ class MegaParStrategy(StepStrategy):
         timeout_seconds: float = 600.0,
         process_group_backend: str | None = None,
         rebalance: Any = None,
+        recompute: Any = "none",
         loss_scale: Any = None,
         fp8: Any = None,
         count_tokens: Any = None,
@@ -147,6 +154,7 @@ class MegaParStrategy(StepStrategy):
             sharding_plan=sharding_plan,
             cluster=given_cluster(cluster),
             rebalance=given_rebalance(rebalance),
+            recompute=given_recompute(recompute),
         )
         given_plan(sharding_plan)  # refuse what cannot be read now, before any process exists
         self.fp8 = given_fp8(fp8)
@@ -179,6 +187,7 @@ class MegaParStrategy(StepStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         usable(self.config, self.layout)  # refuse what cannot be, before any process exists
+        refuse_recompute(self.config, self.layout)
 
     def setup_environment(self) -> None:
         module = self.lightning_module
@@ -276,7 +285,8 @@ class MegaParStrategy(StepStrategy):
                     f"this trainer asks for pipeline_schedule={self.schedule!r}. Build the module anew "
                     "and load its checkpoint"
                 )
-            self._prepared = earlier
+            self._prepared = with_recomputation(module, earlier, self.settled, self.root_device)
+            object.__setattr__(module, "_megapar_prepared", self._prepared)
         self._metrics = connect_metrics(module, self.mesh, lambda: self.stepper.is_running)
         if earlier is None and self._whole is not None:
             self._whole.note_changes()
@@ -304,6 +314,7 @@ class MegaParStrategy(StepStrategy):
             self._refuse_for_precision()
             place_optimizers(self.optimizers, self.prepared, self.mesh)
         self._balance(balance if trainer.state.fn == TrainerFn.FITTING else None, trainer.callbacks)
+        self._plan_recomputation()
         self.setup_precision_plugin()
 
     def _trial_runs(self, trainer: Any, first: FirstBatch) -> list[Run] | str:

@@ -7,7 +7,7 @@ initialised by name, the device and dtype set, FSDP2 applied, hooks installed. T
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +28,8 @@ from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.layers.base import ParallelLayer
 from lightning_megapar.layers.collectives import TensorRanks
 from lightning_megapar.layers.deferral import Deferral
+from lightning_megapar.memory.options import given_recompute
+from lightning_megapar.memory.recomputation import Recomputation
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.auto import choose_for, settled
 from lightning_megapar.pipeline.cutting.chunks import RankCut
@@ -50,6 +52,7 @@ from lightning_megapar.shards import IndexedTensor
 from lightning_megapar.step.random_streams import RandomStreams, uses_dropout
 from lightning_megapar.strategy.balance.spares import Spares
 from lightning_megapar.strategy.rank_zero import from_rank_zero, take_values_of_rank_zero
+from lightning_megapar.strategy.recomputing import choose_blocks, recomputation_of
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class PreparedModule:
         is_cut: whether tensor ranks hold pieces of any parameter, on whatever stage.
         float8: layers that multiply in 8 bits.
         spares: from which stages are rebuilt when blocks are moved, ``None`` where they are not.
+        recomputation: what the blocks recompute, ``None`` where nothing is.
     """
 
     layout: Layout
@@ -88,6 +92,7 @@ class PreparedModule:
     is_cut: bool = False
     spares: Spares | None = None
     float8: Fp8Layers | None = None
+    recomputation: Recomputation | None = None
 
     def serves(self, schedule: str | Schedule, mesh: ParallelMesh) -> bool:
         """Whether a pipeline schedule can be run on it: the same chunks, and weight gradients that wait if need be."""
@@ -180,6 +185,7 @@ def prepare_module(
         plan = plan_stages(module, mesh.placement, keep=keep, survey=survey, by=by, **named)
     if mesh.layout.world_size > 1:
         take_values_of_rank_zero(module, device, loaded)
+    choose_blocks(module, config, plan)
     spares = Spares.record(module, plan) if movable and plan is not None else None
     if plan is not None:
         cut = RankCut(module, plan, mesh.placement[mesh.coordinate("pipeline")], device)
@@ -245,7 +251,26 @@ def prepare_module(
         is_cut,
         spares,
         float8,
+        recomputation_of(module, config, plan, cut, deferral, device),
     )
+
+
+def with_recomputation(
+    module: nn.Module, prepared: PreparedModule, config: ParallelConfig, device: torch.device
+) -> PreparedModule:
+    """A module that is prepared already, recomputing what other settings say.
+
+    Args:
+        module: this rank's share.
+        prepared: what is known about it.
+        config: the settings.
+        device: where this rank computes.
+    """
+    if given_recompute(prepared.config.recompute) == given_recompute(config.recompute):
+        return prepared
+    config = replace(prepared.config, recompute=config.recompute)
+    found = recomputation_of(module, config, prepared.plan, prepared.cut, prepared.deferral, device)
+    return replace(prepared, config=config, recomputation=found)
 
 
 def recorded_parameters(

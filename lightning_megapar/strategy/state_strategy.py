@@ -24,6 +24,7 @@ from lightning_megapar.strategy.balance.rebalancer import BalanceEvent, Rebalanc
 from lightning_megapar.strategy.loaders import rewind
 from lightning_megapar.strategy.mesh_strategy import MeshStrategy
 from lightning_megapar.strategy.prepare import PreparedModule, local_state, placed_state
+from lightning_megapar.strategy.recomputing import RecomputePlanner
 from lightning_megapar.strategy.whole_module import WholeModule
 from lightning_megapar.trees import in_any_tree, of_tree, tree_of
 
@@ -46,6 +47,7 @@ class StateStrategy(MeshStrategy):
         self._whole: WholeModule | None = None
         self._given_back = False
         self._rebalancer: Rebalancer | None = None
+        self._recomputing: RecomputePlanner | None = None
         self._events: list[BalanceEvent] = []
         self._position = DataPosition()
         self._resumed: DataPosition | None = None
@@ -245,6 +247,7 @@ class StateStrategy(MeshStrategy):
             callback._average_model = None  # the module holds the average
         # Nothing may keep a process group: other ranks are forked for the next call.
         self._prepared = self._stepper = self._whole = self._mesh = self._world = self._rebalancer = None
+        self._recomputing = None
         self._metrics, self._averaging, self.optimizers, self.lr_scheduler_configs = {}, [], [], []
         self._given_back = True
 

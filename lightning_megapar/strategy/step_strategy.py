@@ -28,6 +28,7 @@ from lightning_megapar.strategy.limits import place_optimizers
 from lightning_megapar.strategy.loaders import forget_fetched_batch, prepare_loader, same_on_all_ranks
 from lightning_megapar.strategy.precision_strategy import PrecisionStrategy
 from lightning_megapar.strategy.prepare import PreparedModule
+from lightning_megapar.strategy.recomputing import RecomputePlanner
 from lightning_megapar.strategy.state_strategy import unwrapped
 from lightning_megapar.trees import PREFIXES, of_tree, tree_of
 
@@ -95,6 +96,8 @@ class StepStrategy(PrecisionStrategy):
         trainer = module.trainer
         self._where = f"training step {trainer.global_step}"
         self._reduced = False
+        if self._recomputing is not None:
+            self._recomputing.between_steps(trainer.global_step)
         alone = self._is_plain and trainer.accumulate_grad_batches == 1 and not self._needs_stepper
         if alone or not module.automatic_optimization:
             by_itself = self.stepper.alone() if not module.automatic_optimization else nullcontext()
@@ -275,6 +278,23 @@ class StepStrategy(PrecisionStrategy):
             lambda: callbacks,
         )
         self._events = self._rebalancer.events
+
+    @property
+    def recompute_choices(self) -> dict[str, str]:
+        """What each of this rank's blocks keeps now, by name; see ``recompute``. Empty where all keep everything."""
+        found = None if self._prepared is None else self._prepared.recomputation
+        return {} if found is None else found.choices()
+
+    def _plan_recomputation(self) -> None:
+        """Plan for the run that begins, if anything is to be planned."""
+        found = self.prepared.recomputation
+        if found is None or not found.config.is_planned:
+            self._recomputing = None
+        elif self._recomputing is None or self._recomputing.recomputation is not found:
+            schedule: Any = (lambda: self.stepper.schedule_of_batch) if self.layout.pipeline > 1 else lambda: None
+            self._recomputing = RecomputePlanner(
+                found, self.mesh, self.root_device, self.num_processes, schedule, self.num_microbatches
+            )
 
     def _take_over(self, prepared: PreparedModule) -> None:
         """Blocks were moved: this is what the rank holds now."""

@@ -86,6 +86,11 @@ def largest_stacks(module: nn.Module) -> list[str]:
     return [path for path in best if not any(o.startswith(f"{path}." if path else "") for o in best if o != path)]
 
 
+def stacks_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Every ``ModuleList``, ``Sequential`` and ``ModuleDict`` of at least two modules, by dotted name."""
+    return _containers(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+
+
 def find_stack(module: nn.Module, name: str | None = None) -> tuple[str, nn.Module]:
     """The stack to cut: the named one (a ``ModuleDict`` as well), else the ``ModuleList``/``Sequential`` with the most
     parameters.
