@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from lightning_megapar.config import ParallelConfig
 from lightning_megapar.hydra_app.signatures import CsvFile, Target
+from lightning_megapar.memory.options import RecomputeConfig
 from lightning_megapar.schedule_names import ScheduleName
 
 
@@ -67,6 +68,7 @@ class PretrainSettings:
     parallel: ParallelSettings
     schedule: ScheduleSettings
     precision: PrecisionSettings
+    recompute: RecomputeConfig
     callbacks: dict[str, Target] = field(default_factory=dict)
     logger: dict[str, Target] = field(default_factory=dict)
     resume: str | None = None

@@ -143,11 +143,15 @@ class TreeCheck:
         inside = item_annotation(annotation)
         for key in node:
             name = join(path, key)
-            if inside is None and self.defined is not None and annotation is Any and name not in self.defined:
+            if inside is None and annotation is Any and not self._is_defined(path, key):
                 self.problems.append(Problem(name, "unknown setting"))
                 continue
             self.legal.add(name)
             self._value(node, key, name, Any if inside is None else inside)
+
+    def _is_defined(self, path: str, key: Any) -> bool:
+        """Whether a key is known in a node, or in the one that the node stands for by an interpolation."""
+        return self.defined is None or not self.defined.isdisjoint((join(path, key), join(self._source(path), key)))
 
     def _target(self, node: DictConfig, path: str) -> None:
         self.legal.add(join(path, "_target_"))
