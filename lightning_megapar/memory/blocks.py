@@ -1,4 +1,4 @@
-"""How a block of the stack keeps its activations: everything, all but attention, or its inputs alone.
+"""How a block of the stack keeps its activations: everything, all but attention, results of products, or its inputs.
 
 :func:`choose_for` puts a :class:`BlockForward` in the place of a block's ``forward``, inside of the hooks on it: those
 of FSDP2, of the pipeline and of the user run once for each call, whatever is recomputed. A block that is compiled
@@ -8,6 +8,7 @@ is recomputed around the compiled call, with its hooks.
 al., arXiv 2205.05198, "selective"): modules that say so by ``is_core_attention = True``, as
 :class:`~lightning_megapar.layers.attention.CoreAttention` does; else calls of torch's
 ``scaled_dot_product_attention``; else, where a block makes none, its modules named after attention as a whole.
+``"products"`` keeps what :mod:`lightning_megapar.memory.products` says, ``"inputs"`` nothing but the block's arguments.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megapar.config import ConfigError
+from lightning_megapar.memory.products import products_kept
 from lightning_megapar.memory.rerun import Rerun
 
-ALL, NO_ATTENTION, INPUTS = "all", "no_attention", "inputs"
-OPTIONS = (ALL, NO_ATTENTION, INPUTS)
+ALL, NO_ATTENTION, PRODUCTS, INPUTS = "all", "no_attention", "products", "inputs"
+OPTIONS = (ALL, NO_ATTENTION, PRODUCTS, INPUTS)
 """From most bytes kept to fewest."""
 
 
@@ -67,7 +69,9 @@ class BlockForward:
 
     def options(self) -> tuple[str, ...]:
         """Those that differ for this block, as far as is known before it has been called."""
-        return OPTIONS if self._parts or self._looks else (ALL, INPUTS)
+        if self.is_compiled:
+            return (ALL, INPUTS)
+        return OPTIONS if self._parts or self._looks else (ALL, PRODUCTS, INPUTS)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The block's own forward."""
@@ -97,6 +101,8 @@ class BlockForward:
             return self.plain(*args, **kwargs)
         if option == INPUTS:
             return self._rerun(self.plain, args, kwargs)
+        if option == PRODUCTS:
+            return self._rerun(self.plain, args, kwargs, products_kept)
         if not self._looks:
             with _recomputed(self._parts):
                 return self.plain(*args, **kwargs)

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_megapar.packages import is_of_library
+
 _ATOMS: tuple[Any, ...] = (type(None), bool, int, float, complex, str, bytes, type, Tensor, nn.Module, types.ModuleType)
 _ATOMS += (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _KINDS = (dict, list, set, deque)
@@ -22,10 +24,12 @@ class Contents:
 
     Args:
         values: to begin with.
+        libraries: whether objects of libraries count as well.
         depth: how far down to look.
     """
 
-    def __init__(self, values: Iterable[Any], depth: int = 6) -> None:
+    def __init__(self, values: Iterable[Any], libraries: bool = True, depth: int = 6) -> None:
+        self._libraries = libraries
         self._kept: dict[int, tuple[Any, Any]] = {}
         for value in values:
             self._note(value, depth)
@@ -37,7 +41,10 @@ class Contents:
             for one in value:
                 self._note(one, depth - 1)
             return
-        container = value if isinstance(value, _KINDS) else getattr(value, "__dict__", None)
+        container = value
+        if not isinstance(value, _KINDS):
+            own = self._libraries or isinstance(value, types.SimpleNamespace) or not is_of_library(value)
+            container = getattr(value, "__dict__", None) if own else None
         if not isinstance(container, _KINDS) or id(container) in self._kept:
             return
         kind = _kind(container)
@@ -57,7 +64,7 @@ class Contents:
 
     def now(self) -> Contents:
         """What the same containers hold now."""
-        return Contents(container for container, _ in self._kept.values())
+        return Contents((container for container, _ in self._kept.values()), self._libraries)
 
     def put_back(self) -> None:
         """Let each of them hold what it held. The containers stay the same objects."""

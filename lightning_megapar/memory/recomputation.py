@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.memory.blocks import INPUTS, BlockForward, choose_for, elements_of
-from lightning_megapar.memory.chain import ChainCosts, chain_peak, plan_chain
+from lightning_megapar.memory.chain import ChainCosts, chain_peak, plan_chain, smallest_peak
 from lightning_megapar.memory.measure import BlockMeasure, Postponed, measure_block
 from lightning_megapar.memory.options import MODES, RecomputeConfig
 from lightning_megapar.memory.recompute import RecomputePlan
@@ -165,11 +165,15 @@ class Recomputation:
         return self.chosen
 
     def _planned(self, lines: list[list[ChainCosts]], budget_bytes: int, held: InFlight, waits: int) -> RecomputePlan:
-        try:
-            return plan_chain(lines, max(0, budget_bytes - waits), held.microbatches)
-        except ConfigError as error:
-            more = f", and {waits} bytes more for weight gradients that wait" if waits else ""
-            raise ConfigError(f"recompute: {error}{more}") from None
+        least = smallest_peak(lines, held.microbatches) + waits
+        if least > budget_bytes:
+            kept = f" ({waits} of them for weight gradients that wait)" if waits else ""
+            raise ConfigError(
+                f"recompute: budget_bytes={budget_bytes} is too small for the {sum(map(len, lines))} blocks of this "
+                f"rank, of which up to {max(held.microbatches)} microbatches are in flight; the smallest possible "
+                f"budget is {least}{kept}"
+            )
+        return plan_chain(lines, budget_bytes - waits, held.microbatches)
 
     def least_bytes(self, held: InFlight, agree: Agree, microbatches: int) -> int:
         """What blocks take that recompute everything; arguments as for :meth:`plan`."""

@@ -16,12 +16,12 @@ Which of these a module needs is found out in its first call; what it does not n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_megapar.generators import generator_states, own_generators, set_generator_states, set_state_of, state_of
 from lightning_megapar.memory.contents import Contents
@@ -47,12 +47,19 @@ class Rerun:
         self._generators: list[tuple[nn.Module, str]] = []
         """Generators that the module owns."""
 
-    def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        contexts: Callable[[], tuple[Any, Any]] = noop_context_fn,
+    ) -> Any:
         """What ``forward(*args, **kwargs)`` returns, with a graph that runs it again.
 
         Args:
             forward: the module's.
             args, kwargs: any nest; tensors in it get gradients as ever.
+            contexts: around the first and the second run, such as torch's selective checkpointing.
         """
         tensors: list[Tensor] = []
         shape = _taken_out((args, tuple(kwargs.values())), tensors)
@@ -78,7 +85,7 @@ class Rerun:
             self._is_known = True
             return output
 
-        return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 class _Beginning:
@@ -98,6 +105,8 @@ class _Beginning:
         kept = named if changing is None else changing
         self._buffers = [(child, name, _copy(child._buffers.get(name))) for child, name in kept]
         self._arguments: Contents | None = Contents(objects)
+        self._attributes = [(vars(child), dict(vars(child))) for child in module.modules()]
+        self._contents: Contents | None = _contents_of(attributes for _, attributes in self._attributes)
         self._states: Any = generator_states()
         self._own = [(child, name, state_of(vars(child)[name])) for child, name in rerun._generators]
 
@@ -111,6 +120,9 @@ class _Beginning:
             self._states = None
         if self._arguments is not None and not self._arguments.have_changed():
             self._arguments = None
+        if self._contents is not None and not self._contents.have_changed():
+            self._contents = None
+        self._attributes = [(now, before) for now, before in self._attributes if _differing(now, before)]
         self._own = [one for one in self._own if state_of(vars(one[0])[one[1]]) != one[2]]
         bumped = {id(child) for child, name, version in self._versions if _version(child._buffers.get(name)) != version}
         changing = [(child, name) for child, name, _ in self._versions if id(child) in bumped]
@@ -132,12 +144,7 @@ class _Beginning:
     def again(self) -> Iterator[None]:
         """Around the second run."""
         children = [(child, dict(vars(child)), dict(child._buffers)) for child in self._module.modules()]
-        contents = Contents(
-            value
-            for _, attributes, _ in children
-            for name, value in attributes.items()
-            if name not in _OF_EVERY_MODULE and name != "forward"
-        )
+        contents = _contents_of(attributes for _, attributes, _ in children)
         arguments = None if self._arguments is None else self._arguments.now()
         outside = None if self._states is None else generator_states()
         own = [(generator := vars(child)[name], state_of(generator), state) for child, name, state in self._own]
@@ -148,8 +155,11 @@ class _Beginning:
                 set_state_of(generator, state)
             for child, name, copy in self._buffers:
                 child._buffers[name] = _copy(copy)
-            if self._arguments is not None:
-                self._arguments.put_back()
+            for now, before in self._attributes:
+                _put_back(now, before)
+            for changed in (self._contents, self._arguments):
+                if changed is not None:
+                    changed.put_back()
             yield
         finally:  # torch leaves by an exception as soon as it has what it needs
             if outside is not None:
@@ -193,6 +203,21 @@ def _leaves(nest: Any) -> Iterator[Any]:
             yield from _leaves(value)
     else:
         yield nest
+
+
+def _contents_of(modules: Iterable[dict[str, Any]]) -> Contents:
+    """What containers and objects of somebody's own among the attributes of modules hold."""
+    held = (
+        value
+        for attributes in modules
+        for name, value in attributes.items()
+        if name not in _OF_EVERY_MODULE and name != "forward"
+    )
+    return Contents(held, libraries=False)
+
+
+def _differing(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    return now.keys() != before.keys() or any(now[name] is not value for name, value in before.items())
 
 
 def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -14,19 +13,9 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from lightning_megapar.packages import is_of_library
+
 _CHILDREN = ("_parameters", "_modules")
-_FOREIGN = sys.stdlib_module_names | {
-    "torch",
-    "lightning",
-    "lightning_fabric",
-    "pytorch_lightning",
-    "torchmetrics",
-    "lightning_megapar",
-    "transformers",
-    "omegaconf",
-    "numpy",
-}
-"""Packages whose objects a step does not change, or that must not be set back (trainers, loggers, process groups)."""
 
 
 @contextmanager
@@ -118,8 +107,7 @@ def _is_somebodys_object(value: Any) -> bool:
         return False
     if isinstance(value, types.SimpleNamespace):
         return True
-    package = type(value).__module__.partition(".")[0]
-    return package not in _FOREIGN and isinstance(getattr(value, "__dict__", None), dict)
+    return not is_of_library(value) and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _refill(container: Any, clear: Callable[[Any], None], fill: Callable[[Any, Any], None], content: Any) -> None:

@@ -1,0 +1,131 @@
+"""Blocks that are recomputed on ranks: gradients bit for bit those without it, forwards as many as planned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from pool import RankPool
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_megapar import MegaParStrategy
+from lightning_megapar.data_parallel.parameters import local_tensor
+from lightning_megapar.models.gpt import GPT, GPTConfig
+
+WORDS, STEPS, MICROBATCHES = 32, 4, 4
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Model(LightningModule):
+    """A decoder that drops, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = GPTConfig.gpt2(
+            vocab_size=WORDS, num_layers=4, num_heads=2, hidden_size=16, max_sequence_length=12, dropout=0.2
+        )
+        self.model = GPT(config).double()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(batch[:, :-1], batch[:, 1:])
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Gradients(Callback):
+    """Each step's gradients on this rank, and in each step but the first two how often parts of blocks began."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Tensor]] = []
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.counts = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        for number, block in enumerate(pl_module.model.blocks):
+            if hasattr(block, "attention"):  # it lives on this stage
+                for name, part in (("core", block.attention.core), ("mlp", block.mlp)):
+                    part.forward = self._noting(str(number), name, part.forward)
+
+    def _noting(self, number: str, name: str, forward: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            self.calls[number, name] += self.counts
+            return forward(*args)
+
+        return noted
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.counts = batch_idx >= 2
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        named = pl_module.named_parameters()
+        self.steps.append({name: local_tensor(p.grad).clone() for name, p in named if p.grad is not None})
+
+
+def train(recompute: Any, layout: dict[str, Any], **kwargs: Any) -> tuple[Gradients, dict[str, str]]:
+    devices = 1
+    for name, size in layout.items():
+        devices *= size if name.endswith("parallel_size") else 1
+    strategy = MegaParStrategy(recompute=recompute, seed=3, timeout_seconds=30, **layout)
+    seen = Gradients()
+    trainer = Trainer(
+        strategy=strategy, accelerator="cpu", devices=devices, max_steps=STEPS, callbacks=[seen], **QUIET, **kwargs
+    )
+    module = Model()
+    rows = torch.randint(0, WORDS, (8 * STEPS, 13), generator=torch.Generator().manual_seed(1))
+    trainer.fit(module, DataLoader(rows, batch_size=8 // layout.get("data_parallel_size", 1)))
+    return seen, strategy.recompute_choices
+
+
+def compare(
+    layout: dict[str, Any], modes: list[Any], **kwargs: Any
+) -> list[tuple[bool, dict[Any, int], dict[str, str]]]:
+    """For each mode whether gradients are those of "none", calls of parts, and what blocks keep."""
+    expected, _ = train("none", layout, **kwargs)
+    found = []
+    for mode in modes:
+        seen, choices = train(mode, layout, **kwargs)
+        alike = len(seen.steps) == len(expected.steps) == STEPS and all(
+            one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
+            for one, other in zip(seen.steps, expected.steps)
+        )
+        found.append((alike, dict(seen.calls), choices))
+    return found
+
+
+def expected_calls(choices: dict[str, str], microbatches: int) -> dict[Any, int]:
+    """How often attention and MLP begin in the steps that count: once more where they are recomputed."""
+    calls = {}
+    for name, option in choices.items():
+        number = name.rpartition(".")[2]
+        each = microbatches * (STEPS - 2)
+        calls[number, "core"] = each * (1 if option == "all" else 2)
+        calls[number, "mlp"] = each * (2 if option == "inputs" else 1)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("schedule", "budget"),
+    # Weight gradients that wait take most of a budget.
+    [("1f1b", 150_000), ("interleaved_1f1b", 150_000), ("zb_h1", 600_000), ("zbv", 600_000)],
+)
+def test_gradients_are_the_same_and_forwards_as_many_as_planned(pool: RankPool, schedule: str, budget: int) -> None:
+    modes = ["selective", "full", {"budget_bytes": budget}]
+    layout = {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "num_microbatches": MICROBATCHES,
+        "pipeline_schedule": schedule,
+    }
+    for rank, found in enumerate(pool.run(compare, 4, layout, modes, mode="trainer")):
+        for mode, (alike, calls, choices) in zip(modes, found):
+            assert alike, (schedule, mode, rank)
+            assert len(choices) == 2
+            assert calls == expected_calls(choices, MICROBATCHES), (schedule, mode, rank)
+        assert set(found[0][2].values()) == {"no_attention"} and set(found[1][2].values()) == {"inputs"}
