@@ -146,10 +146,17 @@ class _Trial:
     ) -> None:
         self._forward, self._args, self._kwargs, self._device = forward, args, kwargs, device
         self._postponed = postponed
+        self._own: list[Tensor] = []
+        """Parameters, where they are the block's own; the tensors among the arguments of a call beside them."""
+        self._given: list[Tensor] = []
         self.output_bytes = 0
         self._option = ALL
         self._bare = _Bare(forward.block, lambda *a, **k: forward.run(self._option, a, k))
         self._parameters: dict[str, Tensor] = {}
+        if forward.is_compiled:
+            # Other parameters would be other compiled code. Gradients of all are alive in the end: a few bytes more.
+            self._own = [parameter for parameter in forward.block.parameters() if parameter.requires_grad]
+            return
         made: dict[int, Tensor] = {}
         for name, parameter in forward.block.named_parameters(remove_duplicate=False):
             if id(parameter) not in made:
@@ -214,8 +221,12 @@ class _Trial:
         def copied(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return value.detach().clone().requires_grad_(value.requires_grad)
+            copy = value.detach().clone().requires_grad_(value.requires_grad)
+            if copy.requires_grad and self._forward.is_compiled:
+                self._given.append(copy)
+            return copy
 
+        self._given = []
         args, kwargs = tree_map(copied, (self._args, self._kwargs))
         output = functional_call(self._bare, self._parameters, args, kwargs)
         return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -226,7 +237,12 @@ class _Trial:
     def _backward(self, edges: list[_Edge]) -> None:
         if edges:
             ones = [torch.ones((), device=self._device, dtype=dtype).expand(shape) for _, shape, dtype in edges]
-            torch.autograd.backward([edge for edge, _, _ in edges], ones)
+            ends = [edge for edge, _, _ in edges]
+            if self._forward.is_compiled:
+                torch.autograd.grad(ends, [*self._own, *self._given], ones, allow_unused=True)
+                self._given = []
+            else:
+                torch.autograd.backward(ends, ones)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
