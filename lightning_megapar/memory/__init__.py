@@ -2,6 +2,7 @@
 
 from lightning_megapar.memory.allocator import AllocatorStats, ArenaFullError, BestFitAllocator, Block
 from lightning_megapar.memory.layout import Layout, plan_offline
+from lightning_megapar.memory.planned import PlannedAllocator
 from lightning_megapar.memory.recompute import BlockCosts, RecomputePlan, plan_recompute
 from lightning_megapar.memory.trace import Trace
 
@@ -12,6 +13,7 @@ __all__ = [
     "Block",
     "BlockCosts",
     "Layout",
+    "PlannedAllocator",
     "RecomputePlan",
     "Trace",
     "plan_offline",
