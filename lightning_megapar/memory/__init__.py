@@ -1,21 +1,28 @@
-"""Memory: what to recompute within a budget, an allocator, traces and layouts planned from them."""
+"""Memory: what to recompute within a budget, an allocator, layouts planned from traces, and tensors from an arena."""
 
 from lightning_megapar.memory.allocator import AllocatorStats, ArenaFullError, BestFitAllocator, Block
+from lightning_megapar.memory.arena import Arena, ArenaStats, TensorArena
 from lightning_megapar.memory.layout import Layout, plan_offline
 from lightning_megapar.memory.planned import PlannedAllocator
+from lightning_megapar.memory.pool import PoolArena, make_arena
 from lightning_megapar.memory.recompute import BlockCosts, RecomputePlan, plan_recompute
 from lightning_megapar.memory.trace import Trace
 
 __all__ = [
     "AllocatorStats",
+    "Arena",
     "ArenaFullError",
+    "ArenaStats",
     "BestFitAllocator",
     "Block",
     "BlockCosts",
     "Layout",
     "PlannedAllocator",
+    "PoolArena",
     "RecomputePlan",
+    "TensorArena",
     "Trace",
+    "make_arena",
     "plan_offline",
     "plan_recompute",
 ]
