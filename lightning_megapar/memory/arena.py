@@ -19,7 +19,8 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,7 @@ class Arena(ABC):
 
     @abstractmethod
     def begin_step(self) -> None:
-        """A step starts, which is likely to ask for what the last ones asked for."""
+        """A step starts, which is likely to ask for what the last ones asked for. One within another is part of it."""
 
     @abstractmethod
     def end_step(self) -> None:
@@ -83,6 +84,15 @@ class Arena(ABC):
     @abstractmethod
     def stats(self) -> ArenaStats:
         """What is there now."""
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Between :meth:`begin_step` and :meth:`end_step`."""
+        self.begin_step()
+        try:
+            yield
+        finally:
+            self.end_step()
 
     def movable(self, tensor: Tensor) -> None:  # noqa: B027
         """:meth:`defragment` may give this tensor another place; nobody keeps its address."""
@@ -97,12 +107,20 @@ class Arena(ABC):
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """As ``torch.empty_like``, strides included; torch's own for what is no plain tensor of the device."""
-        if type(tensor.detach()) is not Tensor or tensor.layout != torch.strided or tensor.device != self.device:
+        if not self._holds(tensor):
             return torch.empty_like(tensor, requires_grad=False)
         if tensor.is_contiguous():
             return self.empty(tensor.shape, tensor.dtype)
         strides = torch.empty_like(tensor, device="meta").stride()
         return self.empty(tensor.shape, tensor.dtype, strides)
+
+    def clone(self, tensor: Tensor) -> Tensor:
+        """As ``tensor.clone()``, which it is for what is no plain tensor of the device; without gradient."""
+        tensor = tensor.detach()
+        return self.empty_like(tensor).copy_(tensor) if self._holds(tensor) else tensor.clone()
+
+    def _holds(self, tensor: Tensor) -> bool:
+        return tensor.layout == torch.strided and tensor.device == self.device and type(tensor.detach()) is Tensor
 
     def zeros(
         self, shape: Sequence[int], dtype: torch.dtype | None = None, strides: Sequence[int] | None = None
@@ -155,6 +173,7 @@ class TensorArena(Arena):
         self._over: dict[int, int] = {}
         self._over_now = self._over_peak = self._over_bytes = self._over_buffers = 0
         self._over_in_step = False
+        self._depth = 0
 
     def _make_memory(self) -> None:
         assert self._allocator is not None
@@ -234,6 +253,9 @@ class TensorArena(Arena):
         """As :meth:`Arena.begin_step`; plans, when there is something new to plan from."""
         with self._lock:
             self._drain()
+            self._depth += 1
+            if self._depth > 1:
+                return
             if self._learns:
                 if self._recorded and not self._blocks:
                     self._plan()
@@ -246,6 +268,9 @@ class TensorArena(Arena):
         """As :meth:`Arena.end_step`."""
         with self._lock:
             self._drain()
+            self._depth = max(0, self._depth - 1)
+            if self._depth:
+                return
             if self._events and (self._allocator is None or self._over_in_step):
                 self._recorded = self._events
             self._events = None
