@@ -6,6 +6,7 @@ from lightning_megapar.memory.layout import Layout, plan_offline
 from lightning_megapar.memory.planned import PlannedAllocator
 from lightning_megapar.memory.pool import PoolArena, make_arena
 from lightning_megapar.memory.recompute import BlockCosts, RecomputePlan, plan_recompute
+from lightning_megapar.memory.stash import GradientStash
 from lightning_megapar.memory.trace import Trace
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "BestFitAllocator",
     "Block",
     "BlockCosts",
+    "GradientStash",
     "Layout",
     "PlannedAllocator",
     "PoolArena",
