@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -187,7 +188,7 @@ class TensorArena(Arena):
         """As :meth:`Arena.empty`."""
         dtype = dtype or torch.get_default_dtype()
         if strides is None:
-            strides = _contiguous(shape)
+            strides = _contiguous(tuple(shape))
         if 0 in shape:
             return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
         elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -355,11 +356,11 @@ def _over(
     piece: np.ndarray, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int], offset: int = 0
 ) -> Tensor:
     """A tensor over all bytes of a slice."""
-    storage = torch.frombuffer(piece, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, tuple(shape), tuple(strides))
+    return torch.frombuffer(piece, dtype=dtype).as_strided_(tuple(shape), tuple(strides), offset)
 
 
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=1024)
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
