@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megapar.memory import BestFitAllocator, Trace, plan_offline
+from lightning_megapar.memory import BestFitAllocator, TensorArena, Trace, plan_offline
 from lightning_megapar.memory.replay import RULES, planned
 from lightning_megapar.models.gpt import GPT, GPTConfig
 
@@ -164,6 +164,19 @@ def seconds_of_a_pair() -> float:
     return min(timeit.repeat(lambda: allocator.free(allocator.allocate(20_000)), number=count, repeat=5)) / count
 
 
+def seconds_of_a_tensor() -> dict[str, float]:
+    """Of making a tensor and letting go of it again, in an arena that holds two hundred, and in torch."""
+    arena = TensorArena(1 << 28)
+    held = [arena.empty((1000 * (1 + number % 50),), torch.uint8) for number in range(400)]
+    del held[::2]
+    count = 5_000
+
+    def best(make: Callable[[], Tensor]) -> float:
+        return min(timeit.repeat(make, number=count, repeat=5)) / count
+
+    return {"arena": best(lambda: arena.empty((4, 8, 128))), "torch": best(lambda: torch.empty((4, 8, 128)))}
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Bytes of every case under every rule."""
     made = models(args.width, args.layers, args.sequence)
@@ -191,6 +204,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "median": {rule: statistics.median(row[rule] for row in rows.values()) for rule in RULES},
         "seconds_to_plan": max(row["seconds_to_plan"] for row in rows.values()),
         "seconds_of_a_pair": seconds_of_a_pair(),
+        "seconds_of_a_tensor": seconds_of_a_tensor(),
         "aim": AIM,
     }
 
@@ -210,11 +224,13 @@ def show(result: dict[str, Any], console: Console) -> None:
     for kind in ("median", "largest"):
         table.add_row(kind, "", "", *(f"{result[kind][rule]:.3f}" for rule in RULES))
     console.print(table)
+    tensor = result["seconds_of_a_tensor"]
     console.print(
         f"planned from the first recording, the second one needs at most {result['largest'][PLANNED]:.3f} of "
         f"the most bytes alive (aim: at most {AIM}; best fit: {result['largest']['best fit']:.3f}); a plan takes up to "
         f"{result['seconds_to_plan']:.1f} s; an allocation by best fit and its release take "
-        f"{result['seconds_of_a_pair'] * 1e6:.1f} microseconds (aim: at most 5)"
+        f"{result['seconds_of_a_pair'] * 1e6:.1f} microseconds (aim: at most 5), a tensor of "
+        f"the arena {tensor['arena'] * 1e6:.1f} (torch's: {tensor['torch'] * 1e6:.1f})"
     )
 
 
