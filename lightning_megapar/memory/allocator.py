@@ -31,6 +31,10 @@ class Block(NamedTuple):
     size: int
 
 
+_new_block = tuple.__new__
+"""Half of the time of the named tuple's own constructor, which is a function in Python."""
+
+
 class ArenaFullError(MemoryError):
     """No free block is large enough.
 
@@ -91,8 +95,11 @@ class BestFitAllocator:
         self._mask = alignment - 1
         self._live: dict[int, int] = {}
         self._allocated = self._peak = self._high = 0
-        # Free blocks: sorted by (size, offset), and by both of their ends.
-        self._free: list[tuple[int, int]] = []
+        # Free blocks: sorted by (size, offset), and by both of their ends. The pair is one number, the size above the
+        # bits of an offset: half of the time would go into comparing tuples.
+        self._bits = self.capacity.bit_length()
+        self._below = (1 << self._bits) - 1
+        self._free: list[int] = []
         self._size_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}
         self._add_free(0, self.capacity)
@@ -107,27 +114,28 @@ class BestFitAllocator:
         if size < 0:
             raise ValueError(f"size={size}: expected at least 0 bytes")
         size = (size + self._mask) & ~self._mask or self.alignment
-        free = self._free
-        at = bisect_left(free, (size, 0))
+        free, bits = self._free, self._bits
+        at = bisect_left(free, size << bits)
         if at == len(free):
-            raise ArenaFullError(size, free[-1][0] if free else 0, self.capacity - self._allocated, self.capacity)
-        found, offset = free.pop(at)
+            raise ArenaFullError(size, free[-1] >> bits if free else 0, self.capacity - self._allocated, self.capacity)
+        key = free.pop(at)
+        offset = key & self._below
+        rest = (key >> bits) - size
         del self._size_at[offset]
-        end = offset + found
-        if found == size:
-            del self._start_before[end]
+        behind = offset + size
+        if rest:
+            insort(free, rest << bits | behind, 0, at)
+            self._size_at[behind] = rest
+            self._start_before[behind + rest] = behind
         else:
-            rest = offset + size
-            insort(free, (found - size, rest))
-            self._size_at[rest] = found - size
-            self._start_before[end] = rest
+            del self._start_before[behind]
         self._live[offset] = size
-        self._allocated += size
-        if self._allocated > self._peak:
-            self._peak = self._allocated
-        if offset + size > self._high:
-            self._high = offset + size
-        return Block(offset, size)
+        self._allocated = allocated = self._allocated + size
+        if allocated > self._peak:
+            self._peak = allocated
+        if behind > self._high:
+            self._high = behind
+        return _new_block(Block, (offset, size))
 
     def free(self, block: Block) -> None:
         """Give a block back.
@@ -140,18 +148,18 @@ class BestFitAllocator:
             raise ValueError(f"{block} is not allocated here: freed already, or moved by compact()")
         del self._live[offset]
         self._allocated -= size
-        free, sizes = self._free, self._size_at
+        free, sizes, bits = self._free, self._size_at, self._bits
         end = offset + size
         behind = sizes.pop(end, 0)
         if behind:
-            free.pop(bisect_left(free, (behind, end)))
+            del free[bisect_left(free, behind << bits | end)]
             end += behind
         before = self._start_before.pop(offset, None)
         if before is not None:
-            free.pop(bisect_left(free, (offset - before, before)))
+            del free[bisect_left(free, offset - before << bits | before)]
             offset = before
         size = end - offset
-        insort(free, (size, offset))
+        insort(free, size << bits | offset)
         sizes[offset] = size
         self._start_before[end] = offset
 
@@ -200,7 +208,7 @@ class BestFitAllocator:
     def stats(self) -> AllocatorStats:
         """What is allocated and free now."""
         free = self.capacity - self._allocated
-        largest = self._free[-1][0] if self._free else 0
+        largest = self._free[-1] >> self._bits if self._free else 0
         return AllocatorStats(
             self._allocated,
             free,
@@ -213,7 +221,7 @@ class BestFitAllocator:
         )
 
     def _add_free(self, offset: int, size: int) -> None:
-        insort(self._free, (size, offset))
+        insort(self._free, size << self._bits | offset)
         self._size_at[offset] = size
         self._start_before[offset + size] = offset
 

@@ -1,11 +1,11 @@
 """A recorded step under several rules of allocation: the arena that each would need. Pure functions of a trace.
 
-``best_fit`` is :class:`~lightning_megapar.memory.allocator.BestFitAllocator`; the others are there to be compared with:
-the same without joining freed blocks, and the rules of torch's caching allocator for CUDA (``c10/cuda/
-CUDACachingAllocator.cpp``: sizes are multiples of 512 bytes; up to 1 MiB from segments of 2 MiB, up to 10 MiB from
-segments of 20 MiB, else a segment of its own in multiples of 2 MiB; what is left of a block is split off if it has 512
-bytes, or above 1 MiB in large segments; blocks of one segment are joined). No segment is given back meanwhile, as
-torch does only when memory runs out.
+``best_fit`` is :class:`~lightning_megapar.memory.allocator.BestFitAllocator` and ``planned`` is
+:class:`~lightning_megapar.memory.planned.PlannedAllocator`. The others are there to be compared with: best fit without
+joining freed blocks, and the rules of torch's caching allocator for CUDA (``c10/cuda/CUDACachingAllocator.cpp``: sizes
+are multiples of 512 bytes; up to 1 MiB from segments of 2 MiB, up to 10 MiB from segments of 20 MiB, else a segment of
+its own in multiples of 2 MiB; what is left of a block is split off if it has 512 bytes, or above 1 MiB in large
+segments; blocks of one segment are joined). No segment is given back: torch does that only when memory runs out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from lightning_megapar.memory.allocator import BestFitAllocator, Block
 from lightning_megapar.memory.layout import plan_offline
+from lightning_megapar.memory.planned import PlannedAllocator
 from lightning_megapar.memory.trace import Trace
 
 _MIB = 1 << 20
@@ -23,14 +24,41 @@ _ALIGNMENT = 512
 
 def best_fit(trace: Trace) -> int:
     """Bytes of the arena that best fit with coalescing needs."""
-    allocator = BestFitAllocator(max(_ALIGNMENT, 2 * sum(one.size + _ALIGNMENT for one in trace.lifetimes)), _ALIGNMENT)
+    allocator = BestFitAllocator(_plenty(trace), _ALIGNMENT)
+    _replay(trace, allocator)
+    return allocator.stats().high_water
+
+
+def planned(trace: Trace, first: Trace | None = None) -> int:
+    """Bytes of the arena with places planned from an earlier step.
+
+    Args:
+        trace: runs twice, so that it is seen as well that nothing of the first time stands in the way of the second.
+        first: what the places are planned from, by default the trace itself.
+    """
+    first = trace if first is None else first
+    layout = plan_offline(first, _ALIGNMENT)
+    allocator = PlannedAllocator(first, layout, layout.arena_bytes + _plenty(trace), _ALIGNMENT)
+    for _ in range(2):
+        allocator.begin_step()
+        for block in _replay(trace, allocator):
+            allocator.free(block)
+    return max(layout.arena_bytes, allocator.stats().high_water)
+
+
+def _plenty(trace: Trace) -> int:
+    return max(_ALIGNMENT, 2 * sum(one.size + _ALIGNMENT for one in trace.lifetimes))
+
+
+def _replay(trace: Trace, allocator: BestFitAllocator | PlannedAllocator) -> list[Block]:
+    """What is left at the end."""
     held: dict[int, Block] = {}
     for event in trace.events:
         if event.size > 0:
             held[event.buffer] = allocator.allocate(event.size)
         else:
             allocator.free(held.pop(event.buffer))
-    return allocator.stats().high_water
+    return list(held.values())
 
 
 def best_fit_without_coalescing(trace: Trace) -> int:
@@ -88,13 +116,7 @@ def torch_caching(trace: Trace) -> int:
         pool = pools[is_small]
         at = bisect_left(pool, (event.size, 0))
         if at == len(pool):
-            segment = (
-                2 * _MIB
-                if is_small
-                else 20 * _MIB
-                if event.size < 10 * _MIB
-                else -(-event.size // (2 * _MIB)) * 2 * _MIB
-            )
+            segment = _segment(event.size)
             reserved += segment
             add(is_small, begin, segment)
             begin += segment + _ALIGNMENT
@@ -116,15 +138,10 @@ def _segment(size: int) -> int:
     return 20 * _MIB if size < 10 * _MIB else -(-size // (2 * _MIB)) * 2 * _MIB
 
 
-def offline(trace: Trace) -> int:
-    """Bytes of the arena of a layout that is planned from the trace."""
-    return plan_offline(trace, _ALIGNMENT).arena_bytes
-
-
 RULES: dict[str, Callable[[Trace], int]] = {
     "best fit": best_fit,
     "without coalescing": best_fit_without_coalescing,
     "torch's caching rules": torch_caching,
-    "planned offline": offline,
+    "planned": planned,
 }
 """Each gives the bytes of the arena that a trace needs."""

@@ -2,7 +2,8 @@
 
 Steps of small models (GPT in GPT-2 and in Llama style, a perceptron, a convolutional net) are recorded on the CPU by
 torch's profiler: with one length of batches and with several, with no block, every second block and all blocks
-recomputed. Each recording is then replayed under each rule (:mod:`lightning_megapar.memory.replay`).
+recomputed. Each recording is then replayed under each rule (:mod:`lightning_megapar.memory.replay`). All steps are run
+and recorded twice: what is replayed is the second recording, and the planned rule has its places from the first.
 
     python recipes/benchmarks/allocator.py --out allocator.json
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,13 +29,15 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megapar.memory import BestFitAllocator, Trace
-from lightning_megapar.memory.replay import RULES
+from lightning_megapar.memory import BestFitAllocator, TensorArena, Trace, plan_offline
+from lightning_megapar.memory.replay import RULES, planned
 from lightning_megapar.models.gpt import GPT, GPTConfig
 
 MODELS = ("GPT-2 style", "Llama style", "perceptron", "convolutions")
+PLANNED = "planned"
+"""The rule that is aimed with, among :data:`RULES`."""
 AIM = 1.03
-"""Largest ratio of best fit's arena to the most bytes alive."""
+"""Largest ratio of the planned arena to the most bytes alive."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,8 @@ def cases(sequence: int) -> list[Case]:
     return every + [Case(name, several, 2) for name in MODELS]
 
 
-def record(make: Callable[[], Any], case: Case) -> Trace:
-    """Some training steps, behind one that is not recorded."""
+def record(make: Callable[[], Any], case: Case) -> tuple[Trace, Trace]:
+    """Some training steps, behind one that is not recorded, and the same once more."""
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -140,11 +144,14 @@ def record(make: Callable[[], Any], case: Case) -> Trace:
         model(*model.batch(size)).backward()
         optimizer.step()
 
+    def recorded() -> Trace:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            for size in case.sizes:
+                step(size)
+        return Trace.of_profile(seen)
+
     step(case.sizes[0])
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        for size in case.sizes:
-            step(size)
-    return Trace.of_profile(recorded)
+    return recorded(), recorded()
 
 
 def seconds_of_a_pair() -> float:
@@ -157,26 +164,47 @@ def seconds_of_a_pair() -> float:
     return min(timeit.repeat(lambda: allocator.free(allocator.allocate(20_000)), number=count, repeat=5)) / count
 
 
+def seconds_of_a_tensor() -> dict[str, float]:
+    """Of making a tensor and letting go of it again, in an arena that holds two hundred, and in torch."""
+    arena = TensorArena(1 << 28)
+    held = [arena.empty((1000 * (1 + number % 50),), torch.uint8) for number in range(400)]
+    del held[::2]
+    count = 5_000
+
+    def best(make: Callable[[], Tensor]) -> float:
+        return min(timeit.repeat(make, number=count, repeat=5)) / count
+
+    return {"arena": best(lambda: arena.empty((4, 8, 128))), "torch": best(lambda: torch.empty((4, 8, 128)))}
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Bytes of every case under every rule."""
     made = models(args.width, args.layers, args.sequence)
     rows = {}
     for case in track(cases(args.sequence), "recording and replaying", console=Console(stderr=True), transient=True):
-        trace = record(made[case.model], case)
+        first, trace = record(made[case.model], case)
         if args.traces is not None:
             args.traces.mkdir(parents=True, exist_ok=True)
             trace.save(args.traces / f"{case.name.replace(', ', '-').replace(' ', '_')}.json")
         live = trace.aligned(512).max_live_bytes
+        begin = time.perf_counter()
+        plan_offline(first)
+        seconds = time.perf_counter() - begin
         rows[case.name] = {
             "max_live_bytes": live,
             "buffers": len(trace.lifetimes),
-            **{rule: replay(trace) / live for rule, replay in RULES.items()},
+            "seconds_to_plan": seconds,
+            **{
+                rule: replay(trace) / live for rule, replay in {**RULES, PLANNED: partial(planned, first=first)}.items()
+            },
         }
     return {
         "cases": rows,
         "largest": {rule: max(row[rule] for row in rows.values()) for rule in RULES},
         "median": {rule: statistics.median(row[rule] for row in rows.values()) for rule in RULES},
+        "seconds_to_plan": max(row["seconds_to_plan"] for row in rows.values()),
         "seconds_of_a_pair": seconds_of_a_pair(),
+        "seconds_of_a_tensor": seconds_of_a_tensor(),
         "aim": AIM,
     }
 
@@ -196,9 +224,13 @@ def show(result: dict[str, Any], console: Console) -> None:
     for kind in ("median", "largest"):
         table.add_row(kind, "", "", *(f"{result[kind][rule]:.3f}" for rule in RULES))
     console.print(table)
+    tensor = result["seconds_of_a_tensor"]
     console.print(
-        f"best fit needs at most {result['largest']['best fit']:.3f} of the most bytes alive (aim: at most {AIM}); an "
-        f"allocation and its release take {result['seconds_of_a_pair'] * 1e6:.1f} microseconds (aim: at most 5)"
+        f"planned from the first recording, the second one needs at most {result['largest'][PLANNED]:.3f} of "
+        f"the most bytes alive (aim: at most {AIM}; best fit: {result['largest']['best fit']:.3f}); a plan takes up to "
+        f"{result['seconds_to_plan']:.1f} s; an allocation by best fit and its release take "
+        f"{result['seconds_of_a_pair'] * 1e6:.1f} microseconds (aim: at most 5), a tensor of "
+        f"the arena {tensor['arena'] * 1e6:.1f} (torch's: {tensor['torch'] * 1e6:.1f})"
     )
 
 

@@ -28,7 +28,8 @@ def check(allocator: BestFitAllocator) -> None:
     assert stats.allocated_bytes == sum(b.size for b in live) and stats.free_bytes == sum(b.size for b in free)
     assert stats.largest_free_block == max((b.size for b in free), default=0)
     assert (stats.live_blocks, stats.free_blocks) == (len(live), len(free))
-    assert allocator._free == sorted((size, offset) for offset, size in free)
+    by_size = [Block(key & allocator._below, key >> allocator._bits) for key in allocator._free]
+    assert by_size == sorted(free, key=lambda block: (block.size, block.offset))
     assert allocator._start_before == {b.offset + b.size: b.offset for b in free}
 
 

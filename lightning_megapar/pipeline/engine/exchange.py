@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megapar.memory import Arena
 from lightning_megapar.pipeline.nest import flatten, map_leaves, unflatten
 
 ALIGNMENT = 16
@@ -48,11 +49,19 @@ class Link:
         peer: global rank of the neighbour.
         group: process group of this direction; no other link between the two ranks uses it.
         device: where tensors live (CPU for gloo, the rank's GPU for NCCL).
+        arena: of the device; messages are made in it.
     """
 
     peer: int
     group: dist.ProcessGroup
     device: torch.device
+    arena: Arena | None = None
+
+    def buffer(self, size: int) -> Tensor:
+        """Memory for a message, (size) bytes."""
+        if self.arena is not None:
+            return self.arena.empty((size,), torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def warm_up(self, send: bool) -> None:
         """Open the connection now, in an order that every rank agrees on, instead of inside the first step."""
@@ -175,7 +184,7 @@ class BoundarySender(_Sender):
         said = self._described(leaves, spec, tensors, shapes)
         start = _HEADER + len(said)
         needed, capacity = _layout(shapes, start)[1], self._capacity.bytes
-        buffer = torch.empty(max(needed, capacity), dtype=torch.uint8, device=self.link.device)
+        buffer = self.link.buffer(max(needed, capacity))
         buffer[:_HEADER].view(torch.int64).copy_(torch.tensor([needed, len(said), microbatch]))
         if said:
             buffer[_HEADER:start].copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
@@ -202,7 +211,7 @@ class BoundaryReceiver:
     def post(self) -> None:
         """Start receiving the next message, unless that has been done."""
         if self._posted is None:
-            buffer = torch.empty(self._capacity.bytes, dtype=torch.uint8, device=self.link.device)
+            buffer = self.link.buffer(self._capacity.bytes)
             self._posted = dist.irecv(buffer, self.link.peer, group=self.link.group), buffer
 
     def take(self, microbatch: int) -> tuple[Any, list[Tensor]]:
@@ -225,7 +234,7 @@ class BoundaryReceiver:
         head = buffer[:_HEADER].cpu().view(torch.int64)
         needed, described, microbatch = head.tolist()
         if needed > len(buffer):
-            whole = torch.empty(needed, dtype=torch.uint8, device=buffer.device)
+            whole = self.link.buffer(needed)
             dist.recv(whole[len(buffer) :], self.link.peer, group=self.link.group)
             whole[: len(buffer)].copy_(buffer)
             buffer = whole
@@ -261,7 +270,7 @@ class GradientSender(_Sender):
         if len(gradients) == 1 and only.nbytes == size and only.is_contiguous() and not only.is_neg() | only.is_conj():
             self._start(only.view(-1).view(torch.uint8))  # it lies as the message does, and nobody else writes to it
             return
-        buffer = torch.empty(size, dtype=torch.uint8, device=self.link.device)
+        buffer = self.link.buffer(size)
         _write(buffer, gradients, shapes, 0)
         self._start(buffer)
 
@@ -291,7 +300,7 @@ class GradientReceiver:
         """
         if self._posted is None and self._order and (tensors := sent.get(self._order[0])):
             size = _layout(_shapes_of(tensors), 0)[1]
-            buffer = torch.empty(size, dtype=torch.uint8, device=self.link.device)
+            buffer = self.link.buffer(size)
             self._posted = dist.irecv(buffer, self.link.peer, group=self.link.group), buffer
 
     def take(self, microbatch: int, sent: dict[int, list[Tensor]]) -> list[Tensor]:
@@ -312,9 +321,14 @@ class GradientReceiver:
 
 
 class LocalBoundaries:
-    """Stands for a :class:`BoundarySender` and a :class:`BoundaryReceiver` where both ends are one rank."""
+    """Stands for a :class:`BoundarySender` and a :class:`BoundaryReceiver` where both ends are one rank.
 
-    def __init__(self) -> None:
+    Args:
+        arena: where the copies are made that the next chunk gets.
+    """
+
+    def __init__(self, arena: Arena | None = None) -> None:
+        self._arena = arena
         self._waiting: dict[int, tuple[Any, list[Tensor]]] = {}
 
     def send(self, nest: Any, microbatch: int) -> list[Tensor]:
@@ -327,7 +341,8 @@ class LocalBoundaries:
                 return value
             tensors.append(value)
             # Memory of its own: the next stage may write into it while this one needs it for its backward.
-            fresh.append(value.detach().clone().requires_grad_(value.requires_grad))
+            copied = value.detach().clone() if self._arena is None else self._arena.clone(value.detach())
+            fresh.append(copied.requires_grad_(value.requires_grad))
             return fresh[-1]
 
         self._waiting[microbatch] = map_leaves(leaf, nest), [t for t in fresh if t.requires_grad]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megapar.memory import Arena
 from lightning_megapar.mesh import ParallelMesh, new_group
 from lightning_megapar.pipeline.engine.exchange import (
     BoundaryReceiver,
@@ -94,9 +95,12 @@ class PipelineRuntime:
     Args:
         mesh: the ranks; with pipeline size 1 nothing is sent.
         device: where boundaries live.
+        arena: of the device; boundaries and gradients that are sent, received or handed on are made in it. Without one
+            they are torch's.
     """
 
-    def __init__(self, mesh: ParallelMesh, device: torch.device) -> None:
+    def __init__(self, mesh: ParallelMesh, device: torch.device, arena: Arena | None = None) -> None:
+        self.arena = arena
         self.rank = mesh.coordinate("pipeline")
         self.placement = mesh.placement
         self.spans: list[Span] | None = None
@@ -129,14 +133,14 @@ class PipelineRuntime:
             if rank == next_rank:
                 if rank == self.rank:
                     before, after = self._ends[chunk], self._ends[next_chunk]
-                    before.boundary_out = after.boundary_in = LocalBoundaries()
+                    before.boundary_out = after.boundary_in = LocalBoundaries(self.arena)
                     before.gradient_in = after.gradient_out = LocalGradients()
                 continue
             forward = groups.of("forward", rank, next_rank)
             backward = groups.of("backward", next_rank, rank)
             if self.rank == rank:
                 peer = mesh.stage_rank(next_rank)
-                out, back = Link(peer, forward, device), Link(peer, backward, device)
+                out, back = Link(peer, forward, device, self.arena), Link(peer, backward, device, self.arena)
                 out.warm_up(send=True)
                 back.warm_up(send=False)
                 self._ends[chunk].boundary_out, self._ends[chunk].gradient_in = (
@@ -145,7 +149,7 @@ class PipelineRuntime:
                 )
             elif self.rank == next_rank:
                 peer = mesh.stage_rank(rank)
-                into, back = Link(peer, forward, device), Link(peer, backward, device)
+                into, back = Link(peer, forward, device, self.arena), Link(peer, backward, device, self.arena)
                 into.warm_up(send=False)
                 back.warm_up(send=True)
                 mine = self._ends[next_chunk]
@@ -174,7 +178,8 @@ class PipelineRuntime:
         Raises:
             PipelineError: when a neighbour is gone or late; it names the action that waits.
         """
-        _Step(self, schedule, forward, backward, reduction, before_backward, postponed).run()
+        with nullcontext() if self.arena is None else self.arena.step():
+            _Step(self, schedule, forward, backward, reduction, before_backward, postponed).run()
 
 
 class _Groups:
