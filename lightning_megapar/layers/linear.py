@@ -9,6 +9,7 @@ input gradient at the end of the backward (arXiv 1909.08053, section 3).
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -252,6 +253,9 @@ class ColumnParallelLinear(_Linear):
         ConfigError: from :meth:`shard`, when neither of ``units`` and the number of ranks divides the other.
     """
 
+    keeping: AbstractContextManager[Any] | None = None
+    """Entered while products are computed: hooks on what they save. The first of layers that share an input decides."""
+
     def __init__(
         self,
         in_features: int,
@@ -313,6 +317,13 @@ def column_linears(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ..
     Returns:
         one output per layer, as from calling it.
     """
+    if layers[0].keeping is not None:
+        with layers[0].keeping:
+            return _column_linears(x, layers)
+    return _column_linears(x, layers)
+
+
+def _column_linears(x: Tensor, layers: tuple[ColumnParallelLinear, ...]) -> tuple[Tensor, ...]:
     ranks = layers[0].ranks
     if ranks is None:
         return tuple(linear(x, layer.weight, layer.bias, layer.deferral, products=layer.products) for layer in layers)
