@@ -19,9 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_megapar.config import ConfigError, nearest_name
 from lightning_megapar.layers.linear import ColumnParallelLinear
 from lightning_megapar.memory.codecs import CODECS, Codec, Encoded, codec_named
-from lightning_megapar.memory.saved import Left, Pack, Unpack, Version, Weights, is_recomputed, outer_hooks
-
-Hooks = tuple[Pack, Unpack]
+from lightning_megapar.memory.saved import Hooks, Left, Version, Weights, is_recomputed, outer_hooks
 
 GRADIENT_COSINES: dict[str, tuple[float, float]] = {
     "int8": (0.9999, 0.9998),

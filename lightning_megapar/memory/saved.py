@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakValueDictionary, finalize
 
 import torch
@@ -22,8 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_megapar.layers.attention import RotaryPositions
+
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
+Hooks = tuple[Pack, Unpack]
 
 # Nodes that show the same values in another shape or dtype.
 _SAME_VALUES = frozenset(
@@ -51,7 +54,7 @@ class Weights:
     and casts of frozen weights by their shape.
 
     Args:
-        modules: whose buffers and frozen parameters are meant.
+        modules: whose buffers, frozen parameters and tables of rotary positions are meant.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -64,13 +67,15 @@ class Weights:
         self._frozen: dict[tuple[int, ...], torch.dtype] = {}
         self._moving = False
         for module in self._modules:
-            for tensor in (*module.parameters(), *module.buffers()):
+            rotary = {value for child in module.modules() for value in vars(child).values() if _is_rotary(value)}
+            tables = (table for each in rotary for pair in each.computed() for table in pair)
+            for tensor in (*module.parameters(), *module.buffers(), *tables):
                 self._moving |= isinstance(tensor, DTensor)
                 for part in plain_tensors(tensor):
                     # A weak reference keeps the address from being given to another storage.
                     weak = StorageWeakRef(part.untyped_storage())
                     self._storages[weak.cdata] = weak
-                    if not tensor.requires_grad and part.dim() > 1:
+                    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad and part.dim() > 1:
                         self._frozen[tuple(part.shape)] = part.dtype
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -89,6 +94,10 @@ class Weights:
     def has_storage(self, tensor: Tensor) -> bool:
         """Whether the tensor lies in a parameter's or a buffer's own memory."""
         return any(part.untyped_storage()._cdata in self._storages for part in plain_tensors(tensor))
+
+
+def _is_rotary(value: Any) -> TypeGuard[RotaryPositions]:
+    return isinstance(value, RotaryPositions)
 
 
 def parameter_behind(tensor: Tensor) -> nn.Parameter | None:
@@ -141,7 +150,7 @@ class Left:
 
     __slots__ = ("_kept", "_unpack", "_version")
 
-    def __init__(self, tensor: Tensor, outer: tuple[Pack, Unpack] | None) -> None:
+    def __init__(self, tensor: Tensor, outer: Hooks | None) -> None:
         self._version: Version | None = None
         self._unpack: Unpack | None = None
         if outer is not None:
@@ -164,7 +173,7 @@ class Left:
         return self._kept if self._unpack is None else self._unpack(self._kept)
 
 
-def outer_hooks() -> tuple[Pack, Unpack] | None:
+def outer_hooks() -> Hooks | None:
     """The hooks on saved tensors that are in force, ``None`` without any."""
     found = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if found is None else (found[0], found[1])

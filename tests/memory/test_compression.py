@@ -108,6 +108,7 @@ def test_gradients_and_bytes_of_a_block(codec: str, style: str) -> None:
     module = block_of(style, **({"dropout": 0.1} if style == "gpt2" else {"num_kv_heads": 2}))
     for kernel in (FUSED, MATH):
         for amp in (False, True):
+            gradients(module, amp, kernel)  # makes tables of positions
             expected, full = gradients(module, amp, kernel)
             compressor = compress_saved(module, CompressionConfig(codec, minimum_elements=1024))
             assert compressor is not None
