@@ -201,8 +201,6 @@ class _Rows:
         # A fused kernel's result is the input of the output layer: one storage, and either of them counts it.
         self.add(f"{name}: input", size, self.bytes, self.bytes)
         if s.precision == "autocast" and s.tensor_size == 1:
-            for number in range(1, readers):
-                self.add(f"{name}: input, copy {number + 1}", size, 0, self.bytes, "autocast casts it for each layer")
             for number in range(readers):
                 self.add(f"{name}: weight {number + 1}", (weight,), 0, self.bytes, "autocast's copy of it")
 
