@@ -6,6 +6,7 @@ The forward computes as ever; only the copies that the backward reads are coarse
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -307,6 +308,11 @@ class _Compressing:
             if self.before is not None:
                 return self.before(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        forward = self.before if self.before is not None else type(self.module).forward.__get__(self.module)
+        return inspect.signature(forward)
 
 
 def compress_saved(module: nn.Module, config: CompressionConfig) -> Compressor | None:

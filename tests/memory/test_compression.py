@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -378,3 +379,6 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="codec='none' compresses nothing"):
         CompressSaved(CompressionConfig())
     assert compress_saved(module, CompressionConfig()) is None and "forward" not in vars(module)
+    signature = inspect.signature(module.forward)
+    compress_saved(module, CompressionConfig("int8"))
+    assert inspect.signature(module.forward) == signature and list(signature.parameters) == ["hidden"]
