@@ -54,6 +54,10 @@ class RotaryPositions:
             self._tables[key] = found
         return found[0][:length], found[1][:length]
 
+    def computed(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """The tables that exist: constants, which nothing that saves activations need keep."""
+        return tuple(self._tables.values())
+
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate (..., s, head_dim), positions 0 to s - 1."""
         cos, sin = self.tables(x.shape[-2], x)

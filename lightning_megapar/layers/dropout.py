@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lightning_megapar.layers.base import ParallelLayer
@@ -28,8 +29,11 @@ class SequenceDropout(ParallelLayer):
         ranks = self.sequence_ranks
         *lead, length, width = x.shape
         size = length if ranks is None else length * ranks.size
-        mask = x.new_empty((*lead, size, width)).bernoulli_(1.0 - self.p).div_(1.0 - self.p)
-        return x * (mask if ranks is None else mask.narrow(-2, ranks.rank * length, length))
+        drawn = x.new_empty((*lead, size, width)).bernoulli_(1.0 - self.p)
+        # One byte an element is kept, and of this rank's part alone; a product with the drawn values would keep them.
+        keep = (drawn if ranks is None else drawn.narrow(-2, ranks.rank * length, length)).bool()
+        scale = x.new_ones(()).div_(1.0 - self.p)  # rounded as an activation is
+        return torch.where(keep, x * scale, 0.0)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

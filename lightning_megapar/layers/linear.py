@@ -9,6 +9,7 @@ input gradient at the end of the backward (arXiv 1909.08053, section 3).
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from lightning_megapar.config import ConfigError, divisors, nearest
 from lightning_megapar.layers.base import ParallelLayer, refuse_uneven
+from lightning_megapar.layers.casting import autocast_dtype, cast_for_each
 from lightning_megapar.layers.collectives import (
     TensorRanks,
     gather_last,
@@ -34,12 +36,6 @@ from lightning_megapar.layers.products import PLAIN, Products
 
 Window = tuple[int, int] | None
 """First row and number of rows of a replicated weight that a rank uses; ``None`` for all that it holds."""
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype in which a matrix product runs under ``torch.autocast`` on the device of ``x``, else ``None``."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _rows(parameter: Tensor, window: Window, dtype: torch.dtype) -> Tensor:
@@ -252,6 +248,9 @@ class ColumnParallelLinear(_Linear):
         ConfigError: from :meth:`shard`, when neither of ``units`` and the number of ranks divides the other.
     """
 
+    keeping: AbstractContextManager[Any] | None = None
+    """Entered while products are computed: hooks on what they save. The first of layers that share an input decides."""
+
     def __init__(
         self,
         in_features: int,
@@ -313,9 +312,23 @@ def column_linears(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ..
     Returns:
         one output per layer, as from calling it.
     """
+    if layers[0].keeping is not None:
+        with layers[0].keeping:
+            return _column_linears(x, layers)
+    return _column_linears(x, layers)
+
+
+def _column_linears(x: Tensor, layers: tuple[ColumnParallelLinear, ...]) -> tuple[Tensor, ...]:
     ranks = layers[0].ranks
     if ranks is None:
-        return tuple(linear(x, layer.weight, layer.bias, layer.deferral, products=layer.products) for layer in layers)
+        inputs = (x,) * len(layers)
+        dtype = autocast_dtype(x)
+        if dtype and len(layers) > 1 and x.dtype == torch.float32 and all(each.products is PLAIN for each in layers):
+            inputs = cast_for_each(x, dtype, len(layers))
+        return tuple(
+            linear(each, layer.weight, layer.bias, layer.deferral, products=layer.products)
+            for each, layer in zip(inputs, layers)
+        )
     outputs = _ColumnLinear.apply(
         x,
         ranks,
