@@ -122,6 +122,8 @@ class ParallelConfig:
             :class:`~lightning_megapar.pipeline.balance.options.Rebalance`; ``None`` measures nothing.
         recompute: what is recomputed in the backward instead of being kept: ``"none"``, ``"selective"``, ``"full"``,
             ``"auto"``, or :class:`~lightning_megapar.memory.options.RecomputeConfig` and its arguments.
+        arena: take the pipeline's messages, gradients and the kept inputs of recomputed blocks from one piece of
+            memory, whose layout is planned from the first step (:mod:`lightning_megapar.memory.arena`).
 
     Raises:
         ConfigError: on any value outside its range, naming the setting, the value and the nearest valid ones.
@@ -148,6 +150,7 @@ class ParallelConfig:
     cluster: Any = None
     rebalance: Any = None
     recompute: Any = "none"
+    arena: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -158,6 +161,8 @@ class ParallelConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} is not available yet; valid values: 1, 'auto'")
         if not isinstance(self.sequence_parallel, bool):
             raise ConfigError(f"sequence_parallel={self.sequence_parallel!r}: expected true or false")
+        if not isinstance(self.arena, bool):
+            raise ConfigError(f"arena={self.arena!r}: expected true or false")
         if self.pipeline_balance_by not in ("parameters", "flops"):
             near = nearest_name(str(self.pipeline_balance_by), ("parameters", "flops"))
             raise ConfigError(

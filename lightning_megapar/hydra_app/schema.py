@@ -20,6 +20,8 @@ class ParallelSettings(ParallelConfig):
     """
 
     devices: int | Literal["auto"] = "auto"
+    recompute: Any = field(default="none", init=False)  # has a group of its own
+    arena: bool = field(default=False, init=False)  # trainer.strategy.arena
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ is recomputed around the compiled call, with its hooks.
 al., arXiv 2205.05198, "selective"): modules that say so by ``is_core_attention = True``, as
 :class:`~lightning_megapar.layers.attention.CoreAttention` does; else calls of torch's
 ``scaled_dot_product_attention``; else, where a block makes none, its modules named after attention as a whole.
-``"products"`` keeps what :mod:`lightning_megapar.memory.products` says, ``"inputs"`` nothing but the block's arguments.
+``"products"`` keeps what :mod:`lightning_megapar.memory.products` says, ``"inputs"`` nothing but the block's arguments;
+``"offload"`` recomputes nothing and keeps everything in host memory (:mod:`lightning_megapar.memory.offload`).
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_megapar.config import ConfigError
+from lightning_megapar.memory.arena import Arena
+from lightning_megapar.memory.offload import OffloadSaved
 from lightning_megapar.memory.products import products_kept
 from lightning_megapar.memory.rerun import Rerun
 
-ALL, NO_ATTENTION, PRODUCTS, INPUTS = "all", "no_attention", "products", "inputs"
-OPTIONS = (ALL, NO_ATTENTION, PRODUCTS, INPUTS)
-"""From most bytes kept to fewest."""
+ALL, NO_ATTENTION, PRODUCTS, INPUTS, OFFLOAD = "all", "no_attention", "products", "inputs", "offload"
+OPTIONS = (ALL, NO_ATTENTION, PRODUCTS, INPUTS, OFFLOAD)
+"""From most bytes kept on the device to fewest."""
 
 
 class BlockForward:
@@ -47,6 +50,12 @@ class BlockForward:
         self.option = option
         self.measure: Any = None
         """Is called instead, once, with the block's arguments, when there is one."""
+        self.offload: OffloadSaved | None = None
+        """Moves what is kept to the host; shared by the blocks of a rank."""
+        self.place = 0
+        """The block's number among those."""
+        self.arena: Arena | None = None
+        """Where kept inputs come from, when there is one."""
         self.calls = 0
         """Calls with gradients, since somebody has set it to 0."""
         self.most_elements = 0
@@ -54,14 +63,19 @@ class BlockForward:
         self._inner: Any = vars(block).get("forward")
         self._compiled: Any = block._compiled_call_impl
         self._rerun = Rerun(block)
+        self._was_called = False
         self._parts = _core_attentions(block)
         self._looks = not self._parts and not self.is_compiled
         """Whether calls of torch's attention are looked for."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is of another module, and of another rank perhaps.
+        return {**vars(self), "offload": None, "arena": None, "measure": None}
+
     @property
     def is_compiled(self) -> bool:
         """Whether the block is compiled as a whole."""
-        return self._compiled is not None or hasattr(self.block, "_orig_mod")
+        return is_compiled(self.block)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -70,8 +84,8 @@ class BlockForward:
     def options(self) -> tuple[str, ...]:
         """Those that differ for this block, as far as is known before it has been called."""
         if self.is_compiled:
-            return (ALL, INPUTS)
-        return OPTIONS if self._parts or self._looks else (ALL, PRODUCTS, INPUTS)
+            return (ALL, INPUTS, OFFLOAD)
+        return OPTIONS if self._parts or self._looks else (ALL, PRODUCTS, INPUTS, OFFLOAD)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The block's own forward."""
@@ -99,10 +113,17 @@ class BlockForward:
         """The block's result, with a graph that keeps what an option keeps."""
         if option == ALL or not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
-        if option == INPUTS:
-            return self._rerun(self.plain, args, kwargs)
-        if option == PRODUCTS:
-            return self._rerun(self.plain, args, kwargs, products_kept)
+        if self.is_compiled and not self._was_called:
+            # What a first call makes (tables, caches) leads to other code in the second, and other saved tensors.
+            self._was_called = True
+            return self.plain(*args, **kwargs)
+        if option == OFFLOAD:
+            self.offload = self.offload or OffloadSaved(self.block)
+            with self.offload.block(self.place, module=self.block):
+                return self.plain(*args, **kwargs)
+        if option in (INPUTS, PRODUCTS):
+            contexts = products_kept if option == PRODUCTS else noop_context_fn
+            return self._rerun(self.plain, args, kwargs, contexts, self.arena)
         if not self._looks:
             with _recomputed(self._parts):
                 return self.plain(*args, **kwargs)
@@ -209,6 +230,31 @@ def forward_of(block: nn.Module) -> BlockForward | None:
     return stands if isinstance(stands, BlockForward) else None
 
 
+def is_compiled(block: nn.Module) -> bool:
+    """Whether a block is compiled as a whole, by its own method or by ``torch.compile``."""
+    return block._compiled_call_impl is not None or hasattr(block, "_orig_mod")
+
+
+def refuse_option(name: str, block: nn.Module, option: str) -> None:
+    """What cannot be recomputed.
+
+    Raises:
+        ConfigError: a block that recomputes itself already (transformers' ``gradient_checkpointing``), or an option
+            that a compiled block cannot have.
+    """
+    if getattr(block, "gradient_checkpointing", False) is True and option != ALL:
+        raise ConfigError(
+            f"recompute: block {name!r} recomputes itself already (gradient_checkpointing=True); call "
+            "model.gradient_checkpointing_disable(), or use recompute='none'"
+        )
+    if option in (NO_ATTENTION, PRODUCTS) and is_compiled(block):
+        mode = "'selective'" if option == NO_ATTENTION else "{'options': ['products']}"
+        raise ConfigError(
+            f"recompute={mode}: block {name!r} is compiled as a whole, so that its parts cannot be told apart; valid "
+            "values: 'full', 'auto', 'none', or compile parts of the block"
+        )
+
+
 def choose_for(blocks: Iterable[tuple[str, nn.Module]], option: str) -> list[BlockForward]:
     """Give blocks an option; those that have one already get another.
 
@@ -217,25 +263,15 @@ def choose_for(blocks: Iterable[tuple[str, nn.Module]], option: str) -> list[Blo
         option: one of :data:`OPTIONS`.
 
     Raises:
-        ConfigError: a block that recomputes itself already (transformers' ``gradient_checkpointing``), or an option
-            that a compiled block cannot have.
+        ConfigError: see :func:`refuse_option`.
     """
     chosen = []
     for name, block in blocks:
-        if getattr(block, "gradient_checkpointing", False) is True and option != ALL:
-            raise ConfigError(
-                f"recompute: block {name!r} recomputes itself already (gradient_checkpointing=True); call "
-                "model.gradient_checkpointing_disable(), or use recompute='none'"
-            )
+        refuse_option(name, block, option)
         forward = forward_of(block)
         if forward is None:
             forward = BlockForward(block)
             forward.install()
-        if option == NO_ATTENTION and forward.is_compiled:
-            raise ConfigError(
-                f"recompute='selective': block {name!r} is compiled as a whole, so that its attention cannot be told "
-                "from the rest; valid values: 'full', 'auto', 'none', or compile parts of the block"
-            )
         forward.option = option
         chosen.append(forward)
     return chosen

@@ -7,8 +7,9 @@ The forward computes as ever; only the copies that the backward reads are coarse
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_megapar.config import ConfigError, nearest_name
+from lightning_megapar.config import ConfigError, nearest_name, refuse_unknown
 from lightning_megapar.layers.linear import ColumnParallelLinear
 from lightning_megapar.memory.codecs import CODECS, Codec, Encoded, codec_named
 from lightning_megapar.memory.saved import Hooks, Left, Version, Weights, is_recomputed, outer_hooks
@@ -349,6 +350,54 @@ def compress_saved(module: nn.Module, config: CompressionConfig) -> Compressor |
             else:
                 vars(child)["forward"] = _Compressing(child, saved)
     return compressor
+
+
+def given_compression(value: Any) -> CompressionConfig:
+    """What the argument of the strategy says.
+
+    Args:
+        value: ``None`` or ``False``: nothing is compressed. A codec's name, a mapping of the arguments of
+            :class:`CompressionConfig`, or such a configuration.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if value is None or value is False:
+        return CompressionConfig()
+    if isinstance(value, CompressionConfig):
+        return value
+    if isinstance(value, str):
+        return CompressionConfig(value)
+    if isinstance(value, Mapping):
+        names = [field.name for field in fields(CompressionConfig)]
+        refuse_unknown("compress_activations", map(str, value), names)
+        return CompressionConfig(**{str(key): one for key, one in value.items()})
+    raise ConfigError(
+        f"compress_activations={value!r}: expected null, one of {', '.join(CODECS)} (all of them lossy), or a mapping "
+        "of options"
+    )
+
+
+def compress_blocks(blocks: Mapping[str, nn.Module], config: CompressionConfig) -> None:
+    """Keep what blocks save compressed, from now on, instead of what an earlier configuration says. LOSSY.
+
+    Args:
+        blocks: by name; those among which no layer is of a chosen kind are left as they are.
+        config: what and how.
+
+    Raises:
+        ConfigError: no layer of any block is of a kind that is named.
+    """
+    for block in blocks.values():
+        remove_compression(block)
+    if config.codec == "none" or not blocks:
+        return
+    check_kinds(nn.ModuleList(blocks.values()), config)
+    for block in blocks.values():
+        if config.kinds == "all" or any(config.matches(child) for child in block.modules()):
+            here = {name for child in block.modules() for name in kind_names(child)}
+            kinds = config.kinds if config.kinds == "all" else tuple(one for one in config.kinds if one in here)
+            compress_saved(block, replace(config, kinds=kinds))
 
 
 def check_kinds(module: nn.Module, config: CompressionConfig) -> None:

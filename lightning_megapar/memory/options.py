@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning_megapar.config import ConfigError, nearest_name, refuse_unknown
-from lightning_megapar.memory.blocks import ALL, INPUTS, NO_ATTENTION, OPTIONS
+from lightning_megapar.memory.blocks import ALL, INPUTS, NO_ATTENTION, OPTIONS, PRODUCTS
 
 MODES = {"none": ALL, "selective": NO_ATTENTION, "full": INPUTS}
 """Modes that are one option for every block; beside them there is ``"auto"``."""
@@ -26,7 +26,8 @@ class RecomputeConfig:
             alive while one is recomputed included. ``None``: what the device has left when everything is recomputed,
             less ``reserve``.
         reserve: share of the device's memory that a budget which nobody has given leaves alone.
-        options: of ``"auto"``: among which it chooses for each block, of ``"all"``, ``"no_attention"``, ``"inputs"``.
+        options: of ``"auto"``: among which it chooses for each block. Beside the default ones there is ``"offload"``,
+            which moves what is kept to host memory.
         blocks: names of the stacks whose blocks are meant, such as ``("encoder.layers", "decoder.layers")``; ``None``:
             the stack that ``pipeline_blocks`` names, else every large one.
 
@@ -37,7 +38,7 @@ class RecomputeConfig:
     mode: str = AUTO
     budget_bytes: int | None = None
     reserve: float = 0.1
-    options: tuple[str, ...] = OPTIONS
+    options: tuple[str, ...] = (ALL, NO_ATTENTION, PRODUCTS, INPUTS)
     blocks: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.memory.blocks import INPUTS, BlockForward, choose_for, elements_of
+from lightning_megapar.memory.arena import Arena
+from lightning_megapar.memory.blocks import ALL, INPUTS, OFFLOAD, BlockForward, choose_for, elements_of
 from lightning_megapar.memory.chain import ChainCosts, chain_peak, plan_chain, smallest_peak
 from lightning_megapar.memory.measure import BlockMeasure, Postponed, measure_block
+from lightning_megapar.memory.offload import OffloadSaved
 from lightning_megapar.memory.options import MODES, RecomputeConfig
 from lightning_megapar.memory.recompute import RecomputePlan
 
@@ -74,7 +76,6 @@ class Recomputation:
         self.chosen: ChosenPlan | None = None
         """The plan, when there is one."""
         self._device = device
-        self._forwards: dict[str, BlockForward] = {}
         self._chunks: list[list[str]] = []
         self._kinds: dict[Any, BlockMeasure] = {}
         self._measures: dict[str, BlockMeasure] = {}
@@ -82,18 +83,18 @@ class Recomputation:
         self._is_due = False
         self._state_kept: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
         self._postponed: Postponed | None = None
-        self.adopt(blocks)
-
-    def adopt(self, blocks: Mapping[str, nn.Module]) -> None:
-        """Go on with these blocks, of which some may be there already."""
         option = INPUTS if self.config.is_planned else MODES[self.config.mode]
-        self._forwards = dict(zip(blocks, choose_for(blocks.items(), option)))
+        self._forwards: dict[str, BlockForward] = dict(zip(blocks, choose_for(blocks.items(), option)))
+        offload = OffloadSaved() if OFFLOAD in self.config.options else None
+        for place, forward in enumerate(self._forwards.values()):
+            forward.offload, forward.place = offload, place
 
     def connect(
         self,
         chunks: Sequence[Iterable[str]],
         state_kept: Callable[[nn.Module], AbstractContextManager[Any]],
         postponed: Postponed | None = None,
+        arena: Arena | None = None,
     ) -> None:
         """Say what is needed for measurements.
 
@@ -101,9 +102,12 @@ class Recomputation:
             chunks: names of the blocks of each chunk of this rank.
             state_kept: leaves a module as it was around runs that do not count.
             postponed: where weight gradients wait under schedules that split the backward.
+            arena: where kept inputs come from.
         """
         self._chunks = [[name for name in chunk if name in self._forwards] for chunk in chunks]
         self._state_kept, self._postponed = state_kept, postponed
+        for forward in self._forwards.values():
+            forward.arena = arena
 
     def remove(self) -> None:
         """Give every block its own forward back."""
@@ -210,7 +214,8 @@ class Recomputation:
         kind = _kind_of(forward.block, args, kwargs)
         if kind not in self._kinds:
             with self._state_kept(forward.block):
-                self._kinds[kind] = measure_block(forward, args, kwargs, self._device, postponed=self._postponed)
+                wanted = [one for one in forward.options() if one in {ALL, INPUTS, *self.config.options}]
+                self._kinds[kind] = measure_block(forward, args, kwargs, self._device, wanted, self._postponed)
         self._measures[name] = self._kinds[kind]
         self._sizes[name] = elements_of(args, kwargs)
 

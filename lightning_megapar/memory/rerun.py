@@ -17,13 +17,16 @@ Which of these a module needs is found out in its first call; what it does not n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_megapar.generators import generator_states, own_generators, set_generator_states, set_state_of, state_of
+from lightning_megapar.memory.arena import Arena
 from lightning_megapar.memory.contents import Contents
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -53,13 +56,15 @@ class Rerun:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         contexts: Callable[[], tuple[Any, Any]] = noop_context_fn,
+        arena: Arena | None = None,
     ) -> Any:
         """What ``forward(*args, **kwargs)`` returns, with a graph that runs it again.
 
         Args:
             forward: the module's.
             args, kwargs: any nest; tensors in it get gradients as ever.
-            contexts: around the first and the second run, such as torch's selective checkpointing.
+            contexts: around the first and the second run.
+            arena: where copies of the arguments that get gradients are kept; without one they are kept themselves.
         """
         tensors: list[Tensor] = []
         shape = _taken_out((args, tuple(kwargs.values())), tensors)
@@ -85,7 +90,17 @@ class Rerun:
             self._is_known = True
             return output
 
-        return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        with nullcontext() if arena is None else saved_tensors_hooks(partial(_copied_to, arena), _as_it_is):
+            return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+def _copied_to(arena: Arena, tensor: Tensor) -> Tensor:
+    # What needs no gradient (a mask, a table) is mostly shared by all blocks.
+    return arena.clone(tensor) if tensor.requires_grad else tensor
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class _Beginning:

@@ -24,6 +24,8 @@ from lightning_megapar.data_parallel.parameters import LogicalParameter, trainab
 from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.generators import generators_kept
 from lightning_megapar.layers.deferral import Deferral
+from lightning_megapar.memory.arena import Arena
+from lightning_megapar.memory.stash import GradientStash
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.cutting import explain
 from lightning_megapar.pipeline.cutting.away import StageError
@@ -94,6 +96,7 @@ class StepperBase:
         state_kept: leaves the module's buffers and attributes as they were, around a run that does not count.
         count_tokens: how many valid tokens a microbatch has, where its step does not tell.
         working_dtype: what steps compute in, where parameters are wider.
+        arena: where messages and gradients come from, ``None`` for torch's allocator.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class StepperBase:
         state_kept: Callable[[], AbstractContextManager[Any]] = nullcontext,
         count_tokens: TokenCounter | None = None,
         working_dtype: torch.dtype | None = None,
+        arena: Arena | None = None,
     ) -> None:
         self.working_dtype = working_dtype
         self.mesh = mesh
@@ -140,7 +144,8 @@ class StepperBase:
         # The same on every stage, whether or not it sees the loss.
         double = any(record.parameter.dtype == torch.float64 for record in parameters)
         self.loss_dtype = torch.float64 if double else torch.float32
-        self.runtime = PipelineRuntime(mesh, device)
+        self.runtime = PipelineRuntime(mesh, device, arena)
+        self._stash = None if arena is None else GradientStash(arena)
         self.reducer = GradientReducer(parameters, mesh)
         self.exchange = LogExchange(mesh, device, compare=is_cut)
         self.sharing = ReplicaSharing(mesh, device, num_microbatches)
@@ -296,6 +301,12 @@ class StepperBase:
             if not says:
                 raise
             raise StepContractError(says) from error
+
+    def _gradients_in_arena(self) -> AbstractContextManager[None]:
+        """Around the backwards of a step: gradients come to lie in the arena, if there is one. FSDP2 moves its own."""
+        if self._stash is None:
+            return nullcontext()
+        return self._stash.step(record.parameter for record in self.parameters if not record.data_sharded)
 
     def _keep_generators(self) -> AbstractContextManager[None]:
         return nullcontext() if self.streams is None else generators_kept()

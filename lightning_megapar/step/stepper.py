@@ -178,7 +178,8 @@ class Stepper(Evaluation):
 
         schedule = self._schedule(self.schedule, len(pieces))
         parts = self.parts if self.check_is_due else None
-        with self._keep_generators(), nullcontext() if parts is None else parts.looking():
+        looking = nullcontext() if parts is None else parts.looking()
+        with self._gradients_in_arena(), self._keep_generators(), looking:
             self.runtime.run(
                 schedule,
                 forward,

@@ -15,6 +15,7 @@ from lightning_megapar.checkpoint.hugging_face.reading import LoadFrom, check_lo
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.data_parallel.agreement import whole_buffers
 from lightning_megapar.launch import returns_to_caller
+from lightning_megapar.memory.compression import given_compression
 from lightning_megapar.memory.options import given_recompute
 from lightning_megapar.pipeline.balance.options import given_rebalance, usable
 from lightning_megapar.pipeline.cutting.state import state_kept
@@ -43,7 +44,7 @@ from lightning_megapar.strategy.limits import (
     refuse_modules,
     refuse_optimizers,
 )
-from lightning_megapar.strategy.prepare import prepare_module, stack_blocks, with_recomputation
+from lightning_megapar.strategy.prepare import prepare_module, stack_blocks, with_settings
 from lightning_megapar.strategy.recomputing import refuse_recompute
 from lightning_megapar.strategy.schedule_choice import keep_schedule, take_schedule
 from lightning_megapar.strategy.step_strategy import StepStrategy
@@ -84,6 +85,11 @@ class MegaParStrategy(StepStrategy):
             ``"full"``: all but their inputs; ``"auto"``: what costs the least time within a budget; or a mapping of the
             arguments of :class:`~lightning_megapar.memory.options.RecomputeConfig`, such as ``{"budget_bytes": 4e9}``.
             What was chosen is in :attr:`recompute_choices`. Gradients are the same, bit for bit.
+        compress_activations: LOSSY: keep what blocks need for the backward in fewer bits: ``"int8"``, ``"fp8"``,
+            ``"int4"``, or a mapping of the arguments of
+            :class:`~lightning_megapar.memory.compression.CompressionConfig`; ``None`` keeps it as it is.
+        arena: take the pipeline's messages, gradients and the kept inputs of recomputed blocks from one piece of
+            memory, planned from the first step. Numbers are the same, bit for bit.
         loss_scale: of ``precision="16-mixed"``: a mapping of the arguments of
             :class:`~lightning_megapar.precision.loss_scale.LossScaleOptions`, or a number for a fixed one.
         fp8: 8-bit products of the linear layers inside the stack: ``"rowwise"``, ``"tensorwise"``, or a mapping of the
@@ -127,6 +133,8 @@ class MegaParStrategy(StepStrategy):
         process_group_backend: str | None = None,
         rebalance: Any = None,
         recompute: Any = "none",
+        compress_activations: Any = None,
+        arena: bool = False,
         loss_scale: Any = None,
         fp8: Any = None,
         count_tokens: Any = None,
@@ -155,9 +163,11 @@ class MegaParStrategy(StepStrategy):
             cluster=given_cluster(cluster),
             rebalance=given_rebalance(rebalance),
             recompute=given_recompute(recompute),
+            arena=arena,
         )
         given_plan(sharding_plan)  # refuse what cannot be read now, before any process exists
         self.fp8 = given_fp8(fp8)
+        self.compression = given_compression(compress_activations)
         self.count_tokens = given_token_counter(count_tokens)
         super().__init__(config, timeout_seconds, process_group_backend, seed, loss_scale)
         self.pipeline_keep = dict(pipeline_keep or {})
@@ -266,6 +276,7 @@ class MegaParStrategy(StepStrategy):
                 patience=min(PATIENCE, self._timeout.total_seconds() / 3),
                 dtype=dtype,
                 movable=balance is not None and balance.layers,
+                compression=self.compression,
             )
             object.__setattr__(module, "_megapar_prepared", self._prepared)
             self._print_stages()
@@ -285,7 +296,7 @@ class MegaParStrategy(StepStrategy):
                     f"this trainer asks for pipeline_schedule={self.schedule!r}. Build the module anew "
                     "and load its checkpoint"
                 )
-            self._prepared = with_recomputation(module, earlier, self.settled, self.root_device)
+            self._prepared = with_settings(module, earlier, self.settled, self.compression, self.root_device)
             object.__setattr__(module, "_megapar_prepared", self._prepared)
         self._metrics = connect_metrics(module, self.mesh, lambda: self.stepper.is_running)
         if earlier is None and self._whole is not None:
@@ -349,6 +360,7 @@ class MegaParStrategy(StepStrategy):
             state_kept=lambda: state_kept(module),
             count_tokens=self.count_tokens,
             working_dtype=_torch_dtype(self.precision_plugin),
+            arena=self.prepared.arena,
         )
 
     def _print_plan(self, module: Any) -> None:

@@ -111,7 +111,7 @@ class PrecisionStrategy(StateStrategy):
     @property
     def _needs_stepper(self) -> bool:
         """Whether a plain step has to be run as one of several ranks is."""
-        return self._loss_scaling is not None or self._working is not None
+        return self._loss_scaling is not None or self._working is not None or self.config.arena
 
     def _place_precision(self) -> None:
         """The device is known."""

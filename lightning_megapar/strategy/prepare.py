@@ -28,7 +28,10 @@ from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.layers.base import ParallelLayer
 from lightning_megapar.layers.collectives import TensorRanks
 from lightning_megapar.layers.deferral import Deferral
+from lightning_megapar.memory.arena import Arena
+from lightning_megapar.memory.compression import CompressionConfig
 from lightning_megapar.memory.options import given_recompute
+from lightning_megapar.memory.pool import make_arena
 from lightning_megapar.memory.recomputation import Recomputation
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.auto import choose_for, settled
@@ -52,7 +55,7 @@ from lightning_megapar.shards import IndexedTensor
 from lightning_megapar.step.random_streams import RandomStreams, uses_dropout
 from lightning_megapar.strategy.balance.spares import Spares
 from lightning_megapar.strategy.rank_zero import from_rank_zero, take_values_of_rank_zero
-from lightning_megapar.strategy.recomputing import choose_blocks, recomputation_of
+from lightning_megapar.strategy.recomputing import keep_activations, refuse_blocks
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class PreparedModule:
         float8: layers that multiply in 8 bits.
         spares: from which stages are rebuilt when blocks are moved, ``None`` where they are not.
         recomputation: what the blocks recompute, ``None`` where nothing is.
+        compression: of what they keep.
+        arena: where buffers come from, ``None`` for torch's allocator.
     """
 
     layout: Layout
@@ -93,6 +98,8 @@ class PreparedModule:
     spares: Spares | None = None
     float8: Fp8Layers | None = None
     recomputation: Recomputation | None = None
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+    arena: Arena | None = None
 
     def serves(self, schedule: str | Schedule, mesh: ParallelMesh) -> bool:
         """Whether a pipeline schedule can be run on it: the same chunks, and weight gradients that wait if need be."""
@@ -119,6 +126,7 @@ def prepare_module(
     dtype: str = "fp32",
     patience: float = 120.0,
     movable: bool = False,
+    compression: CompressionConfig | None = None,
 ) -> PreparedModule:
     """Cut, shard and place ``module`` in place. All ranks call it with the same (whole) module.
 
@@ -138,6 +146,7 @@ def prepare_module(
         dtype: of matrix products, for prices.
         patience: seconds that the choice of a sharding plan may take.
         movable: whether blocks may change their stage later on.
+        compression: of what blocks keep for the backward.
 
     Raises:
         CheckpointError: a file that cannot be read to its end.
@@ -185,7 +194,8 @@ def prepare_module(
         plan = plan_stages(module, mesh.placement, keep=keep, survey=survey, by=by, **named)
     if mesh.layout.world_size > 1:
         take_values_of_rank_zero(module, device, loaded)
-    choose_blocks(module, config, plan)
+    compression = compression or CompressionConfig()
+    refuse_blocks(module, config, compression, plan)
     spares = Spares.record(module, plan) if movable and plan is not None else None
     if plan is not None:
         cut = RankCut(module, plan, mesh.placement[mesh.coordinate("pipeline")], device)
@@ -235,6 +245,7 @@ def prepare_module(
         cut.working_dtype = None if held_as is None else held_as.working_dtype
         cut.install_hooks()
     parameters, stages = recorded_parameters(module, names, mesh, sharded)
+    arena = made_arena(config, device)
     return PreparedModule(
         mesh.layout,
         names,
@@ -251,26 +262,50 @@ def prepare_module(
         is_cut,
         spares,
         float8,
-        recomputation_of(module, config, plan, cut, deferral, device),
+        keep_activations(module, config, compression, plan, cut, deferral, device, arena),
+        compression,
+        arena,
     )
 
 
-def with_recomputation(
-    module: nn.Module, prepared: PreparedModule, config: ParallelConfig, device: torch.device
+def with_settings(
+    module: nn.Module,
+    prepared: PreparedModule,
+    config: ParallelConfig,
+    compression: CompressionConfig,
+    device: torch.device,
 ) -> PreparedModule:
-    """A module that is prepared already, recomputing what other settings say.
+    """A module that is prepared already, whose blocks keep what other settings say.
 
     Args:
         module: this rank's share.
         prepared: what is known about it.
-        config: the settings.
+        config, compression: the settings.
         device: where this rank computes.
     """
-    if given_recompute(prepared.config.recompute) == given_recompute(config.recompute):
+    before = prepared.config
+    asked = given_recompute(config.recompute), compression, config.arena
+    if (given_recompute(before.recompute), prepared.compression, before.arena) == asked:
         return prepared
-    config = replace(prepared.config, recompute=config.recompute)
-    found = recomputation_of(module, config, prepared.plan, prepared.cut, prepared.deferral, device)
-    return replace(prepared, config=config, recomputation=found)
+    arena = made_arena(config, device) if config.arena != before.arena else prepared.arena
+    config = replace(before, recompute=config.recompute, arena=config.arena)
+    plan, cut, deferral = prepared.plan, prepared.cut, prepared.deferral
+    found = keep_activations(module, config, compression, plan, cut, deferral, device, arena)
+    return replace(prepared, config=config, recomputation=found, compression=compression, arena=arena)
+
+
+def made_arena(config: ParallelConfig, device: torch.device) -> Arena | None:
+    """What buffers of a rank come from, if they are to come from an arena.
+
+    Raises:
+        ConfigError: a kind of device that has none.
+    """
+    if not config.arena:
+        return None
+    arena = make_arena(device)
+    if arena is None:
+        raise ConfigError(f"arena=True: there is none for {device.type}; valid value: false")
+    return arena
 
 
 def recorded_parameters(

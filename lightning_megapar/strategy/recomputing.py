@@ -10,7 +10,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_megapar.config import ConfigError, Layout, ParallelConfig, nearest_name
-from lightning_megapar.memory.blocks import forward_of
+from lightning_megapar.memory.arena import Arena
+from lightning_megapar.memory.blocks import INPUTS, forward_of, is_compiled, refuse_option
+from lightning_megapar.memory.compression import CompressionConfig, check_kinds, compress_blocks, remove_compression
 from lightning_megapar.memory.measure import Postponed
 from lightning_megapar.memory.options import MODES, RecomputeConfig, given_recompute
 from lightning_megapar.memory.recomputation import ChosenPlan, InFlight, Recomputation
@@ -95,58 +97,73 @@ def refuse_recompute(config: ParallelConfig, layout: Layout) -> None:
     )
 
 
-def choose_blocks(module: nn.Module, config: ParallelConfig, plan: StagePlan | None) -> None:
-    """Let the blocks of a whole module recompute what the settings say, so that copies of them do as well.
+def refuse_blocks(
+    module: nn.Module, config: ParallelConfig, compression: CompressionConfig, plan: StagePlan | None
+) -> None:
+    """What blocks of a whole module cannot recompute, be measured for, or be compressed.
 
     Raises:
-        ConfigError: what cannot be recomputed, or not be measured.
+        ConfigError: naming the setting and the nearest valid values.
     """
     options = given_recompute(config.recompute)
-    if options.mode == "none":
+    if options.mode == "none" and compression.codec == "none":
         return
     blocks = recomputed_blocks(module, config, options, plan)
-    compiled = [n for n, b in blocks.items() if b._compiled_call_impl is not None or hasattr(b, "_orig_mod")]
-    if compiled and options.is_planned and config.zero_stage > 0:
-        # It gathers its parameters within its compiled call.
-        raise ConfigError(
-            f"recompute='auto' cannot measure block {compiled[0]!r}, which is compiled, under "
-            f"zero_stage={config.zero_stage}; valid values: recompute='full', zero_stage=0, or blocks that are not "
-            "compiled"
-        )
-    Recomputation(options, blocks, torch.device("cpu"))
+    if compression.codec != "none":
+        check_kinds(nn.ModuleList(blocks.values()), compression)
+    for name, block in blocks.items():
+        refuse_option(name, block, INPUTS if options.is_planned else MODES[options.mode])
+        if is_compiled(block) and options.is_planned and config.zero_stage > 0:
+            # It gathers its parameters within its compiled call.
+            raise ConfigError(
+                f"recompute='auto' cannot measure block {name!r}, which is compiled, under "
+                f"zero_stage={config.zero_stage}; valid values: recompute='full', zero_stage=0, or blocks that are not "
+                "compiled"
+            )
 
 
-def recomputation_of(
+def keep_activations(
     module: nn.Module,
     config: ParallelConfig,
+    compression: CompressionConfig,
     plan: StagePlan | None,
     cut: RankCut | None,
     postponed: Postponed | None,
     device: torch.device,
+    arena: Arena | None,
 ) -> Recomputation | None:
-    """What the blocks of this rank recompute, once the module is cut; ``None`` where nothing is.
+    """Let the blocks of this rank keep what the settings say, once the module is cut.
 
     Args:
-        module: this rank's share. Blocks that recompute by other settings get these.
+        module: this rank's share. Blocks that keep something by other settings follow these.
         config: the options.
+        compression: of what is kept.
         plan, cut: of the pipeline.
         postponed: where weight gradients wait.
         device: where it computes.
+        arena: where kept inputs come from.
+
+    Returns:
+        what the blocks recompute; ``None`` where nothing is.
     """
     options = given_recompute(config.recompute)
     for child in module.modules():
         earlier = forward_of(child)
         if earlier is not None:
             earlier.remove()
-    if options.mode == "none":
+    remove_compression(module)
+    if options.mode == "none" and compression.codec == "none":
         return None
     blocks = recomputed_blocks(module, config, options, plan)
+    compress_blocks(blocks, compression)
+    if options.mode == "none":
+        return None
     recomputation = Recomputation(options, blocks, device)
     chunks = [list(blocks)]
     if cut is not None:
         chunks = [[name for name in blocks if name in chunk.local_modules] for chunk in cut.chunks]
         chunks[0] += [name for name in blocks if not any(name in chunk for chunk in chunks)]
-    recomputation.connect(chunks, state_kept, postponed)
+    recomputation.connect(chunks, state_kept, postponed, arena)
     return recomputation
 
 

@@ -280,7 +280,8 @@ def test_a_compiled_block_is_recomputed_around_the_compiled_call(option: str) ->
         if choice is not None:
             (forward,) = choose_for([("0", block)], choice)
             assert forward.is_compiled and forward.options() == ("all", "inputs")
-        block(torch.randn(4, 6)).square().sum().backward()
+        for _ in range(2):  # the first call keeps everything, since what it makes may lead to other code
+            block(torch.randn(4, 6)).square().sum().backward()
         found.append(block.linear.weight.grad)
     assert same(found[0], found[1])
     with pytest.raises(ConfigError, match="block '0' is compiled as a whole"):

@@ -68,17 +68,21 @@ class Gradients(Callback):
         self.steps.append({name: local_tensor(p.grad).clone() for name, p in named if p.grad is not None})
 
 
-def train(recompute: Any, layout: dict[str, Any], **kwargs: Any) -> tuple[Gradients, dict[str, str]]:
+def train(
+    recompute: Any, layout: dict[str, Any], arena: bool = False, **kwargs: Any
+) -> tuple[Gradients, dict[str, str]]:
     devices = 1
     for name, size in layout.items():
         devices *= size if name.endswith("parallel_size") else 1
-    strategy = MegaParStrategy(recompute=recompute, seed=3, timeout_seconds=30, **layout)
+    strategy = MegaParStrategy(recompute=recompute, arena=arena, seed=3, timeout_seconds=30, **layout)
     seen = Gradients()
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=devices, max_steps=STEPS, callbacks=[seen], **QUIET, **kwargs
     )
     module = Model()
-    rows = torch.randint(0, WORDS, (8 * STEPS, 13), generator=torch.Generator().manual_seed(1))
+    rows = torch.randint(
+        0, WORDS, (8 * STEPS * kwargs.get("accumulate_grad_batches", 1), 13), generator=torch.Generator().manual_seed(1)
+    )
     trainer.fit(module, DataLoader(rows, batch_size=8 // layout.get("data_parallel_size", 1)))
     return seen, strategy.recompute_choices
 
@@ -86,11 +90,15 @@ def train(recompute: Any, layout: dict[str, Any], **kwargs: Any) -> tuple[Gradie
 def compare(
     layout: dict[str, Any], modes: list[Any], **kwargs: Any
 ) -> list[tuple[bool, dict[Any, int], dict[str, str]]]:
-    """For each mode whether gradients are those of "none", calls of parts, and what blocks keep."""
+    """For each mode whether gradients are those of "none", calls of parts, and what blocks keep.
+
+    A mode is what is recomputed, or that and whether there is an arena.
+    """
     expected, _ = train("none", layout, **kwargs)
     found = []
     for mode in modes:
-        seen, choices = train(mode, layout, **kwargs)
+        recompute, arena = mode if isinstance(mode, tuple) else (mode, False)
+        seen, choices = train(recompute, layout, arena, **kwargs)
         alike = len(seen.steps) == len(expected.steps) == STEPS and all(
             one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
             for one, other in zip(seen.steps, expected.steps)
@@ -116,7 +124,7 @@ def expected_calls(choices: dict[str, str], microbatches: int) -> dict[Any, int]
     [("1f1b", 150_000), ("interleaved_1f1b", 150_000), ("zb_h1", 600_000), ("zbv", 600_000)],
 )
 def test_gradients_are_the_same_and_forwards_as_many_as_planned(pool: RankPool, schedule: str, budget: int) -> None:
-    modes = ["selective", "full", {"budget_bytes": budget}]
+    modes = ["selective", ("full", True), {"budget_bytes": budget}]
     layout = {
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 2,
@@ -129,3 +137,22 @@ def test_gradients_are_the_same_and_forwards_as_many_as_planned(pool: RankPool, 
             assert len(choices) == 2
             assert calls == expected_calls(choices, MICROBATCHES), (schedule, mode, rank)
         assert set(found[0][2].values()) == {"no_attention"} and set(found[1][2].values()) == {"inputs"}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_beside_sharded_data_ranks_with_accumulation(pool: RankPool, stage: int) -> None:
+    layout = {"data_parallel_size": 2, "zero_stage": stage, "num_microbatches": 2}
+    modes = ["full", ({"options": ["products"]}, True), {"options": ["offload"]}, {"budget_bytes": 150_000}]
+    for rank, found in enumerate(pool.run(compare, 2, layout, modes, accumulate_grad_batches=2, mode="trainer")):
+        for mode, (alike, _, choices) in zip(modes, found):
+            assert alike and len(choices) == 4, (stage, mode, rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h2", "dualpipe_v"])
+def test_other_schedules(pool: RankPool, schedule: str) -> None:
+    layout = {"pipeline_parallel_size": 2, "num_microbatches": MICROBATCHES, "pipeline_schedule": schedule}
+    modes = [("selective", True), "full", ({"options": ["products"]}, True), {"options": ["offload"]}]
+    for rank, found in enumerate(pool.run(compare, 2, layout, modes, mode="trainer")):
+        for mode, (alike, _, _) in zip(modes, found):
+            assert alike, (schedule, mode, rank)

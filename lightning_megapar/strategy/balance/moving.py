@@ -24,7 +24,7 @@ from lightning_megapar.sharding.by_plan import apply_assignments
 from lightning_megapar.strategy.balance.parcels import forget, pack, unpack
 from lightning_megapar.strategy.balance.spares import Spares
 from lightning_megapar.strategy.prepare import PreparedModule, keyed_blocks, recorded_parameters
-from lightning_megapar.strategy.recomputing import recomputation_of
+from lightning_megapar.strategy.recomputing import keep_activations
 
 
 def move_layers(
@@ -79,7 +79,9 @@ def move_layers(
         prepared.streams.rekey(keyed_blocks(module, cut, plan))
     cut.install_hooks()
     parameters, stages = recorded_parameters(module, prepared.names, mesh, partial=partial)
-    recomputation = recomputation_of(module, prepared.config, plan, cut, prepared.deferral, device)
+    recomputation = keep_activations(
+        module, prepared.config, prepared.compression, plan, cut, prepared.deferral, device, prepared.arena
+    )
     return replace(prepared, plan=plan, cut=cut, parameters=parameters, stages=stages, recomputation=recomputation)
 
 
