@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_megapar.generators import generators_kept
 from lightning_megapar.memory.blocks import ALL, INPUTS, NO_ATTENTION, OFFLOAD, PRODUCTS, BlockForward
 from lightning_megapar.memory.chain import ChainCosts
+from lightning_megapar.memory.contents import Contents
 from lightning_megapar.memory.meter import metered, quiet_profiler
 from lightning_megapar.memory.products import ProductsChangedError
 
@@ -113,6 +114,7 @@ def measure_block(
         # In turns, so that whatever else the machine does meanwhile meets all of them.
         rounds = [{option: trial.seconds(option) for option in {ALL: 0, **saved}} for _ in range(REPEATS)]
         alone = min(trial.forward_seconds() for _ in range(REPEATS))
+    trial.end()
     forward.arena = arena
     base = min(one[ALL] for one in rounds)
     for option in saved:
@@ -148,6 +150,8 @@ class _Trial:
     ) -> None:
         self._forward, self._args, self._kwargs, self._device = forward, args, kwargs, device
         self._postponed = postponed
+        self._objects = Contents([one for one in (*args, *kwargs.values()) if not isinstance(one, Tensor)])
+        """What caches and the like among the arguments hold; each run starts with that."""
         self._own: list[Tensor] = []
         """Parameters, where they are the block's own; the tensors among the arguments of a call beside them."""
         self._given: list[Tensor] = []
@@ -166,6 +170,10 @@ class _Trial:
                 if leaf.requires_grad:
                     leaf.grad = torch.zeros_like(leaf)
             self._parameters[f"block.{name}"] = made[id(parameter)]
+
+    def end(self) -> None:
+        """Leave the arguments as they were."""
+        self._objects.put_back()
 
     def run(self, option: str) -> None:
         """Forward and backward."""
@@ -219,6 +227,7 @@ class _Trial:
     def _called(self, option: str) -> list[Tensor]:
         """Results that gradients come to."""
         self._option = option
+        self._objects.put_back()
 
         def copied(value: Any) -> Any:
             if not isinstance(value, Tensor):

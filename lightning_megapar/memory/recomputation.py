@@ -81,6 +81,8 @@ class Recomputation:
         self._measures: dict[str, BlockMeasure] = {}
         self._sizes: dict[str, int] = {}
         self._is_due = False
+        self.is_paused = False
+        """Whether calls of blocks are of no step, such as those of a rehearsal."""
         self._state_kept: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
         self._postponed: Postponed | None = None
         option = INPUTS if self.config.is_planned else MODES[self.config.mode]
@@ -217,6 +219,7 @@ class Recomputation:
                 wanted = [one for one in forward.options() if one in {ALL, INPUTS, *self.config.options}]
                 self._kinds[kind] = measure_block(forward, args, kwargs, self._device, wanted, self._postponed)
         self._measures[name] = self._kinds[kind]
+        forward.calls = 1
         self._sizes[name] = elements_of(args, kwargs)
 
 
@@ -239,4 +242,7 @@ class _Measuring:
         self._owner, self._name = owner, name
 
     def __call__(self, forward: BlockForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._owner._note(self._name, forward, args, kwargs)
+        if self._owner.is_paused:
+            forward.measure = self
+        else:
+            self._owner._note(self._name, forward, args, kwargs)

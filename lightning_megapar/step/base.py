@@ -25,6 +25,7 @@ from lightning_megapar.data_parallel.zero import ZeroUnits
 from lightning_megapar.generators import generators_kept
 from lightning_megapar.layers.deferral import Deferral
 from lightning_megapar.memory.arena import Arena
+from lightning_megapar.memory.recomputation import Recomputation
 from lightning_megapar.memory.stash import GradientStash
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.cutting import explain
@@ -97,6 +98,7 @@ class StepperBase:
         count_tokens: how many valid tokens a microbatch has, where its step does not tell.
         working_dtype: what steps compute in, where parameters are wider.
         arena: where messages and gradients come from, ``None`` for torch's allocator.
+        recomputation: what blocks recompute, to be told of rehearsals.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class StepperBase:
         count_tokens: TokenCounter | None = None,
         working_dtype: torch.dtype | None = None,
         arena: Arena | None = None,
+        recomputation: Recomputation | None = None,
     ) -> None:
         self.working_dtype = working_dtype
         self.mesh = mesh
@@ -145,6 +148,7 @@ class StepperBase:
         double = any(record.parameter.dtype == torch.float64 for record in parameters)
         self.loss_dtype = torch.float64 if double else torch.float32
         self.runtime = PipelineRuntime(mesh, device, arena)
+        self.recomputation = recomputation
         self._stash = None if arena is None else GradientStash(arena)
         self.reducer = GradientReducer(parameters, mesh)
         self.exchange = LogExchange(mesh, device, compare=is_cut)
@@ -349,7 +353,13 @@ class StepperBase:
                 self.runtime.run(schedule, forward)
 
         spans, self.runtime.spans = self.runtime.spans, None  # what is rehearsed is not of the step
-        rehearsal.run(once)
+        if self.recomputation is not None:
+            self.recomputation.is_paused = True
+        try:
+            rehearsal.run(once)
+        finally:
+            if self.recomputation is not None:
+                self.recomputation.is_paused = False
         self.runtime.spans = spans
         self._repeated = f"{'training' if kind == 'train' else kind}_step"
 

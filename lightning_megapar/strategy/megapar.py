@@ -361,6 +361,7 @@ class MegaParStrategy(StepStrategy):
             count_tokens=self.count_tokens,
             working_dtype=_torch_dtype(self.precision_plugin),
             arena=self.prepared.arena,
+            recomputation=self.prepared.recomputation,
         )
 
     def _print_plan(self, module: Any) -> None:

@@ -39,6 +39,25 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Foreign(Model):
+    """A decoder of transformers, whose cache of keys and values goes along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers
+
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=WORDS, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, use_cache=True,
+        )  # fmt: skip
+        self.model = transformers.LlamaForCausalLM(config).double()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(batch, labels=batch).loss
+        return loss
+
+
 class Gradients(Callback):
     """Each step's gradients on this rank, and in each step but the first two how often parts of blocks began."""
 
@@ -48,7 +67,7 @@ class Gradients(Callback):
         self.counts = False
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        for number, block in enumerate(pl_module.model.blocks):
+        for number, block in enumerate(getattr(pl_module.model, "blocks", ())):
             if hasattr(block, "attention"):  # it lives on this stage
                 for name, part in (("core", block.attention.core), ("mlp", block.mlp)):
                     part.forward = self._noting(str(number), name, part.forward)
@@ -69,17 +88,23 @@ class Gradients(Callback):
 
 
 def train(
-    recompute: Any, layout: dict[str, Any], arena: bool = False, **kwargs: Any
+    recompute: Any,
+    layout: dict[str, Any],
+    arena: bool = False,
+    make: type[Model] = Model,
+    compress: Any = None,
+    **kwargs: Any,
 ) -> tuple[Gradients, dict[str, str]]:
     devices = 1
     for name, size in layout.items():
         devices *= size if name.endswith("parallel_size") else 1
-    strategy = MegaParStrategy(recompute=recompute, arena=arena, seed=3, timeout_seconds=30, **layout)
+    settings = {"recompute": recompute, "arena": arena, "compress_activations": compress}
+    strategy = MegaParStrategy(seed=3, timeout_seconds=30, **settings, **layout)
     seen = Gradients()
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=devices, max_steps=STEPS, callbacks=[seen], **QUIET, **kwargs
     )
-    module = Model()
+    module = make()
     rows = torch.randint(
         0, WORDS, (8 * STEPS * kwargs.get("accumulate_grad_batches", 1), 13), generator=torch.Generator().manual_seed(1)
     )
@@ -156,3 +181,45 @@ def test_other_schedules(pool: RankPool, schedule: str) -> None:
     for rank, found in enumerate(pool.run(compare, 2, layout, modes, mode="trainer")):
         for mode, (alike, _, _) in zip(modes, found):
             assert alike, (schedule, mode, rank)
+
+
+@pytest.mark.parametrize("layout", [{"pipeline_parallel_size": 2, "num_microbatches": 2}, {"tensor_parallel_size": 2}])
+def test_a_decoder_of_transformers(pool: RankPool, layout: dict[str, Any]) -> None:
+    modes = ["selective", ("full", True), {"budget_bytes": 400_000}]
+    for rank, found in enumerate(pool.run(compare, 2, layout, modes, make=Foreign, mode="trainer")):
+        for mode, (alike, _, choices) in zip(modes, found):
+            assert alike and choices, (layout, mode, rank)
+
+
+CODECS = {"int8": 0.9999, "fp8": 0.999, "int4": 0.98}
+
+
+def compressed(layout: dict[str, Any], recompute: str) -> dict[str, float]:
+    """For each codec the cosine of the first step's gradient to the exact one, on this rank."""
+    exact, _ = train(recompute, layout)
+    found = {}
+    for codec in CODECS:
+        compress = {"codec": codec, "minimum_elements": 64, "minimum_row": 8}
+        seen, _ = train(recompute, layout, compress=compress)
+        one, other = (torch.cat([g.flatten() for g in steps[0].values()]) for steps in (seen.steps, exact.steps))
+        found[codec] = float(torch.nn.functional.cosine_similarity(one, other, dim=0))
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline_parallel_size": 2, "num_microbatches": 2, "pipeline_schedule": "zb_h1"},
+        {"data_parallel_size": 2, "zero_stage": 2},
+    ],
+)
+def test_lossy_compression(pool: RankPool, layout: dict[str, Any]) -> None:
+    for cosines in pool.run(compressed, 2, layout, "none", mode="trainer"):
+        for codec, cosine in cosines.items():
+            assert CODECS[codec] < cosine < 1 - 1e-12, (codec, cosine)
+
+
+def test_compression_does_nothing_to_what_is_recomputed(pool: RankPool) -> None:
+    layout = {"data_parallel_size": 2}
+    for cosines in pool.run(compressed, 2, layout, "full", mode="trainer"):
+        assert min(cosines.values()) > 1 - 1e-12

@@ -264,3 +264,39 @@ def test_moves_of_blocks_and_plans_of_them_do_not_go_together() -> None:
     strategy = MegaParStrategy(recompute="auto", rebalance=True, pipeline_parallel_size=2)
     with pytest.raises(ConfigError, match=r"recompute=.auto. plans for the blocks that a rank holds.*rebalance=null"):
         Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=1, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("compress", "said"),
+    [
+        ("int9", "'int9'.*int8"),
+        ({"codec": "int8", "kind": ["Linear"]}, "unknown argument 'kind'; did you mean 'kinds'"),
+        ({"codec": "int8", "kinds": ["Linar"]}, "no layer is a 'Linar'; did you mean"),
+        (8, "compress_activations=8: expected null"),
+    ],
+)
+def test_compression_that_cannot_be(compress: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        fit("none", options={"compress_activations": compress})
+
+
+def test_an_arena_is_true_or_false() -> None:
+    with pytest.raises(ConfigError, match="arena=1: expected true or false"):
+        MegaParStrategy(arena=1)  # type: ignore[arg-type]
+    expected, _ = fit("none")
+    found, strategy = fit("full", options={"arena": True})
+    assert same(found, expected)
+    stats = strategy.prepared.arena.stats()  # type: ignore[union-attr]
+    assert stats.planned_bytes > 0 and stats.capacity >= stats.peak_bytes
+    # The first step has no gradients of its own, so that the second shows what is needed.
+    _, longer = fit("full", lengths=(16,) * 9, options={"arena": True})
+    later = longer.prepared.arena.stats()  # type: ignore[union-attr]
+    assert (later.capacity, later.overflow_bytes) == (stats.capacity, stats.overflow_bytes)
+
+
+def test_an_arena_serves_steps_of_other_lengths() -> None:
+    lengths = (16, 16, 60, 60, 30, 60)
+    expected, _ = fit("none", lengths=lengths)
+    found, strategy = fit("full", lengths=lengths, options={"arena": True})
+    assert same(found, expected)
+    assert strategy.prepared.arena.stats().overflow_bytes > 0  # type: ignore[union-attr]
