@@ -94,7 +94,9 @@ def chain_peak(chunks: Sequence[Sequence[ChainCosts]], choices: Sequence[str], i
     kept = [sum(block.saved_bytes[name] for block, name in pairs) for pairs in chosen]
     held = sum(number * total for number, total in zip(in_flight, kept))
     peak = 0
-    for pairs, total in zip(chosen, kept):
+    for pairs, total, number in zip(chosen, kept, in_flight):
+        if not number:
+            continue
         below = held - total
         for block, name in pairs:
             peak = max(peak, below + block.forward_bytes[name])
@@ -111,7 +113,8 @@ def plan_chain(
     Args:
         chunks: blocks of each chunk of a rank, in the order of the model.
         budget_bytes: for activations of the blocks.
-        in_flight: for each chunk the most microbatches that are between their forward and their backward.
+        in_flight: for each chunk the microbatches that are between their forward and their backward; where it is 0, the
+            chunk takes nothing.
 
     Raises:
         ConfigError: no plan is within the budget (the message has the smallest budget that one is in), or an argument
@@ -120,10 +123,10 @@ def plan_chain(
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 0:
         raise ConfigError(f"plan_chain budget_bytes={budget_bytes!r}: expected a whole number >= 0")
     if len(in_flight) != len(chunks) or any(
-        isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in in_flight
+        isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in in_flight
     ):
         raise ConfigError(
-            f"plan_chain in_flight={in_flight!r}: expected a whole number >= 1 for each of {len(chunks)} chunks"
+            f"plan_chain in_flight={in_flight!r}: expected a whole number >= 0 for each of {len(chunks)} chunks"
         )
     blocks = [(block, number) for one, number in zip(chunks, in_flight) for block in one]
     if not blocks:
@@ -171,16 +174,16 @@ def _search(
     best = float("inf") if budget is None else _units_of_simple_plan(line, budget)
     states: list[_State] = [(0, 0, 0, 0, ())]
     for place in range(len(line) - 1, -1, -1):
-        block, _, is_first = line[place]
+        block, count, is_first = line[place]
         before = Relaxation([frontier(some) for some in options[:place]])
         grown: list[_State] = []
         for units, peak, held, own, names in states:
             for total, longer, name in options[place]:
                 saved = block.saved_bytes[name]
-                others = held + total - own - saved
-                most = max(
-                    peak + total, others + block.forward_bytes[name], others + saved + block.backward_bytes[name]
-                )
+                others = held + total - own - saved if count else 0
+                most = peak + total
+                if count:
+                    most = max(most, others + block.forward_bytes[name], others + saved + block.backward_bytes[name])
                 least = 0.0 if budget is None else before.bounds(budget - most)[0]
                 if least < float("inf") and not exceeds(units + longer + least, best):
                     grown.append((units + longer, most, held + total, own + saved, (name, *names)))

@@ -215,12 +215,12 @@ class _Trial:
         saved = max(0, forward.kept_bytes + between.kept_bytes)
         waits = 0
         if self._postponed is not None:
-            edges += self._edges(option)
-            with metered(self._device) as meter:
+            with metered(self._device) as meter:  # all of it: what is freed is not seen if it is older
+                edges += self._edges(option)
                 with self._postponed.collecting(_KEY):
                     self._backward(edges)
                 edges.clear()
-            waits = max(0, meter.usages[0].kept_bytes + saved)
+            waits = max(0, meter.usages[0].kept_bytes)
             self._postponed.compute(_KEY)
         return saved, forward.peak_bytes, max(0, backward.peak_bytes), waits
 

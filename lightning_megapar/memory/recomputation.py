@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_megapar.config import ConfigError
 from lightning_megapar.memory.arena import Arena
 from lightning_megapar.memory.blocks import ALL, INPUTS, OFFLOAD, BlockForward, choose_for, elements_of
-from lightning_megapar.memory.chain import ChainCosts, chain_peak, plan_chain, smallest_peak
+from lightning_megapar.memory.chain import ChainCosts
 from lightning_megapar.memory.measure import BlockMeasure, Postponed, measure_block
+from lightning_megapar.memory.moments import Moment, peak_of, plan_for_all
 from lightning_megapar.memory.offload import OffloadSaved
 from lightning_megapar.memory.options import MODES, RecomputeConfig
 from lightning_megapar.memory.recompute import RecomputePlan
@@ -35,13 +36,12 @@ class InFlight:
     """What a schedule keeps alive on a rank.
 
     Args:
-        microbatches: for each chunk the most that are between their forward and their backward (of the inputs).
-        waiting: for each chunk the most that are between the backward of their inputs and that of their weights.
+        moments: for each moment that may need most, for each chunk the microbatches that are between their forward and
+            their backward (of the inputs), and those that are between that and the backward of their weights.
         keeps_outputs: for each chunk whether its last block's result is kept until its gradient comes.
     """
 
-    microbatches: tuple[int, ...]
-    waiting: tuple[int, ...]
+    moments: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     keeps_outputs: tuple[bool, ...]
 
 
@@ -53,13 +53,11 @@ class ChosenPlan:
         names: of the blocks, in the order of their calls.
         plan: an option for each.
         budget_bytes: that it was made for.
-        waiting_bytes: of weight gradients that wait, as part of the budget.
     """
 
     names: tuple[str, ...]
     plan: RecomputePlan
     budget_bytes: int
-    waiting_bytes: int = 0
 
 
 class Recomputation:
@@ -161,46 +159,46 @@ class Recomputation:
             ConfigError: no plan is within the budget.
         """
         names = [name for chunk in self._order() for name in chunk]
-        found = self._agreed(names, agree, microbatches)
-        lines, waits = self._lines(found, held)
+        lines, moments = self._lines(self._agreed(names, agree, microbatches), held)
         allowed = [[costs.only(self.config.options) for costs in line] for line in lines]
-        plan = self._planned(allowed, budget_bytes, held, waits)
+        try:
+            plan = plan_for_all(allowed, budget_bytes, moments)
+        except ConfigError as error:
+            most = max(max(one.microbatches) for one in moments)
+            waits = max(one.other_bytes for one in moments)
+            also = f", {waits} bytes of it for weight gradients that wait" if waits else ""
+            raise ConfigError(
+                f"recompute: {error} (for the {len(names)} blocks of this rank, of which up to {most} microbatches are "
+                f"in flight{also})"
+            ) from None
         for name, option in zip(names, plan.choices):
             self._forwards[name].option = option
-        self.chosen = ChosenPlan(tuple(names), plan, budget_bytes, waits)
+        self.chosen = ChosenPlan(tuple(names), plan, budget_bytes)
         return self.chosen
-
-    def _planned(self, lines: list[list[ChainCosts]], budget_bytes: int, held: InFlight, waits: int) -> RecomputePlan:
-        least = smallest_peak(lines, held.microbatches) + waits
-        if least > budget_bytes:
-            kept = f" ({waits} of them for weight gradients that wait)" if waits else ""
-            raise ConfigError(
-                f"recompute: budget_bytes={budget_bytes} is too small for the {sum(map(len, lines))} blocks of this "
-                f"rank, of which up to {max(held.microbatches)} microbatches are in flight; the smallest possible "
-                f"budget is {least}{kept}"
-            )
-        return plan_chain(lines, budget_bytes - waits, held.microbatches)
 
     def least_bytes(self, held: InFlight, agree: Agree, microbatches: int) -> int:
         """What blocks take that recompute everything; arguments as for :meth:`plan`."""
         names = [name for chunk in self._order() for name in chunk]
-        lines, waits = self._lines(self._agreed(names, agree, microbatches), held)
-        return chain_peak(lines, [INPUTS] * len(names), held.microbatches) + waits
+        lines, moments = self._lines(self._agreed(names, agree, microbatches), held)
+        return peak_of(lines, [INPUTS] * len(names), moments)
 
     def _order(self) -> list[list[str]]:
         """Names of the measured blocks of each chunk, in the order of their first calls."""
         return [[name for name in self._measures if name in set(chunk)] for chunk in self._chunks]
 
-    def _lines(self, found: Mapping[str, BlockMeasure], held: InFlight) -> tuple[list[list[ChainCosts]], int]:
-        """Costs of the blocks of each chunk, and bytes that wait."""
-        lines, waits = [], 0
-        for chunk, waiting, keeps in zip(self._order(), held.waiting, held.keeps_outputs):
+    def _lines(self, found: Mapping[str, BlockMeasure], held: InFlight) -> tuple[list[list[ChainCosts]], list[Moment]]:
+        """Costs of the blocks of each chunk, and the moments that may need most."""
+        lines, waits = [], []
+        for chunk, keeps in zip(self._order(), held.keeps_outputs):
             line = [found[name].costs for name in chunk]
             if keeps and line:
                 line[-1] = line[-1].with_kept(found[chunk[-1]].output_bytes)
             lines.append(line)
-            waits += waiting * sum(found[name].waiting_bytes for name in chunk)
-        return lines, waits
+            waits.append(sum(found[name].waiting_bytes for name in chunk))
+        moments = [
+            Moment(alive, sum(number * size for number, size in zip(waiting, waits))) for alive, waiting in held.moments
+        ]
+        return lines, moments
 
     def _agreed(self, names: list[str], agree: Agree, microbatches: int) -> dict[str, BlockMeasure]:
         """What was measured, the largest of all ranks that recompute alike."""

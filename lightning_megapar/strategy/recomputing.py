@@ -175,22 +175,32 @@ def held_by(schedule: Schedule | None, rank: int) -> InFlight:
         rank: coordinate in the pipeline.
     """
     if schedule is None:
-        return InFlight((1,), (0,), (False,))
+        return InFlight((((1,), (0,)),), (False,))
     alive, waiting = [0] * schedule.num_chunks, [0] * schedule.num_chunks
-    most, late = list(alive), list(waiting)
+    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for action in schedule.ranks[rank]:
-        chunk = action.chunk
         if action.kind == "forward":
-            alive[chunk] += 1
-        elif action.kind == "backward_weight":
-            waiting[chunk] -= 1
-        else:
-            alive[chunk] -= 1
-            waiting[chunk] += action.kind == "backward_input"
-        most[chunk], late[chunk] = max(most[chunk], alive[chunk]), max(late[chunk], waiting[chunk])
+            alive[action.chunk] += 1
+        elif action.kind == "backward_input":
+            waiting[action.chunk] += 1  # while its activations are still there
+        seen.add((tuple(alive), tuple(waiting)))
+        if action.kind == "backward_weight":
+            waiting[action.chunk] -= 1
+        elif action.kind != "forward":
+            alive[action.chunk] -= 1
     last = schedule.num_virtual_stages - 1
-    keeps = tuple(stage != last for stage in schedule.placement[rank])
-    return InFlight(tuple(max(1, one) for one in most), tuple(late), keeps)
+    return InFlight(tuple(_largest(seen)), tuple(stage != last for stage in schedule.placement[rank]))
+
+
+def _largest(
+    moments: set[tuple[tuple[int, ...], tuple[int, ...]]],
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Those that no other one is at least as large as in everything."""
+
+    def covers(one: tuple[tuple[int, ...], ...], other: tuple[tuple[int, ...], ...]) -> bool:
+        return one != other and all(a >= b for x, y in zip(one, other) for a, b in zip(x, y))
+
+    return sorted(one for one in moments if not any(covers(other, one) for other in moments))
 
 
 class RecomputePlanner:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.memory.chain import ChainCosts, chain_peak, plan_chain, smallest_peak
+from lightning_megapar.memory.moments import Moment, peak_of, plan_for_all, smallest_budget
 
 NAMES = ("all", "no_attention", "inputs")
 
@@ -29,7 +30,7 @@ def blocks(draw: st.DrawFn) -> ChainCosts:
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[list[list[ChainCosts]], list[int]]:
     shapes = draw(st.sampled_from([(1,), (3,), (6,), (2, 3), (1, 2, 2)]))
-    return [[draw(blocks()) for _ in range(length)] for length in shapes], [draw(st.integers(1, 4)) for _ in shapes]
+    return [[draw(blocks()) for _ in range(length)] for length in shapes], [draw(st.integers(0, 4)) for _ in shapes]
 
 
 def best_of_all(chunks: list[list[ChainCosts]], in_flight: list[int], budget: int) -> tuple[float, int] | None:
@@ -122,7 +123,7 @@ def test_costs_that_are_none(arguments: tuple[dict[str, float], ...], said: str)
         ChainCosts(*arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("budget", "in_flight"), [(-1, [1]), (True, [1]), (10, [0]), (10, [1, 1]), (10, [])])
+@pytest.mark.parametrize(("budget", "in_flight"), [(-1, [1]), (True, [1]), (10, [-1]), (10, [1, 1]), (10, [])])
 def test_arguments_out_of_range(budget: int, in_flight: list[int]) -> None:
     block = ChainCosts({"all": 1}, {"all": 0.0}, {"all": 1}, {"all": 1})
     with pytest.raises(ConfigError, match="expected a whole number"):
@@ -131,3 +132,30 @@ def test_arguments_out_of_range(budget: int, in_flight: list[int]) -> None:
 
 def test_no_blocks_need_nothing() -> None:
     assert plan_chain([[]], 0, [1]).choices == ()
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[list[ChainCosts]], list[Moment]]:
+    chunks, _ = draw(chains())
+    count = st.integers(0, 3)
+    moments = [
+        Moment(tuple(draw(count) for _ in chunks), draw(st.integers(0, 3000))) for _ in range(draw(st.integers(1, 3)))
+    ]
+    return chunks, moments
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps(), st.floats(0, 2))
+def test_a_plan_for_several_moments(case: tuple[list[list[ChainCosts]], list[Moment]], share: float) -> None:
+    chunks, moments = case
+    least = smallest_budget(chunks, moments)
+    budget = int(least * (1 + share))
+    plan = plan_for_all(chunks, budget, moments)
+    assert plan.peak_bytes == peak_of(chunks, plan.choices, moments) <= budget
+    if least:
+        with pytest.raises(ConfigError, match=rf"smallest possible budget is {least}$"):
+            plan_for_all(chunks, least - 1, moments)
+    if len(moments) == 1:
+        line = [block for chunk in chunks for block in chunk]
+        every = itertools.product(*(block.saved_bytes for block in line))
+        assert least == min(peak_of(chunks, choices, moments) for choices in every)
