@@ -223,3 +223,11 @@ def test_compression_does_nothing_to_what_is_recomputed(pool: RankPool) -> None:
     layout = {"data_parallel_size": 2}
     for cosines in pool.run(compressed, 2, layout, "full", mode="trainer"):
         assert min(cosines.values()) > 1 - 1e-12
+
+
+def test_beside_sequence_parallelism(pool: RankPool) -> None:
+    layout = {"tensor_parallel_size": 2, "sequence_parallel": True}
+    modes = ["selective", ("full", True), {"options": ["products"]}]
+    for rank, found in enumerate(pool.run(compare, 2, layout, modes, mode="trainer")):
+        for mode, (alike, _, _) in zip(modes, found):
+            assert alike, (mode, rank)
