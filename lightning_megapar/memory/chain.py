@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.memory.knapsack import UNIT, Option, Relaxation, exceeds, frontier
-from lightning_megapar.memory.recompute import BlockCosts, RecomputePlan, plan_recompute
+from lightning_megapar.memory.recompute import BlockCosts, RecomputePlan, check_costs, plan_recompute
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,7 @@ class ChainCosts:
     backward_bytes: Mapping[str, int]
 
     def __post_init__(self) -> None:
-        if not self.saved_bytes:
-            raise ConfigError("ChainCosts: a block needs at least one option")
-        for name in ("recompute_seconds", "forward_bytes", "backward_bytes"):
-            if getattr(self, name).keys() != self.saved_bytes.keys():
-                apart = sorted(getattr(self, name).keys() ^ self.saved_bytes.keys())
-                raise ConfigError(f"ChainCosts: {apart} in one of saved_bytes and {name} only")
-        for name in ("saved_bytes", "forward_bytes", "backward_bytes"):
-            for option, number in getattr(self, name).items():
-                if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                    raise ConfigError(
-                        f"ChainCosts {name}[{option!r}]={number!r}: expected a whole number of bytes >= 0"
-                    )
-        for option, seconds in self.recompute_seconds.items():
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
-                raise ConfigError(f"ChainCosts recompute_seconds[{option!r}]={seconds!r}: expected a number >= 0")
+        check_costs(self, "recompute_seconds")
 
     def only(self, options: Iterable[str]) -> ChainCosts:
         """The same with these options alone; all of them, if the block has none of these."""

@@ -16,7 +16,8 @@ capacity, the least sum of seconds (:mod:`lightning_megapar.memory.knapsack`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.memory.knapsack import UNIT, Option, Relaxation, exceeds, frontier, knapsack
@@ -41,19 +42,35 @@ class BlockCosts:
     transient_bytes: Mapping[str, int]
 
     def __post_init__(self) -> None:
-        if not self.saved_bytes:
-            raise ConfigError("BlockCosts: a block needs at least one option")
-        for name in ("recompute_seconds", "transient_bytes"):
-            if getattr(self, name).keys() != self.saved_bytes.keys():
-                apart = sorted(getattr(self, name).keys() ^ self.saved_bytes.keys())
-                raise ConfigError(f"BlockCosts: {apart} in one of saved_bytes and {name} only")
-        for name in ("saved_bytes", "transient_bytes"):
-            for option, number in getattr(self, name).items():
-                if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                    raise ConfigError(f"BlockCosts {name}[{option!r}]={number!r}: expected a whole number >= 0")
-        for option, seconds in self.recompute_seconds.items():
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
-                raise ConfigError(f"BlockCosts recompute_seconds[{option!r}]={seconds!r}: expected a number >= 0")
+        check_costs(self, "recompute_seconds")
+
+
+def check_costs(costs: Any, seconds: str) -> None:
+    """Refuse what cannot be costs.
+
+    Args:
+        costs: a dataclass of mappings from the same options to bytes, and in one case to seconds.
+        seconds: name of that one.
+
+    Raises:
+        ConfigError: options that differ between the mappings, none at all, negative or other than whole bytes, negative
+            seconds.
+    """
+    kind, (first, *others) = type(costs).__name__, [field.name for field in fields(costs)]
+    options = getattr(costs, first).keys()
+    if not options:
+        raise ConfigError(f"{kind}: a block needs at least one option")
+    for name in others:
+        if getattr(costs, name).keys() != options:
+            apart = sorted(getattr(costs, name).keys() ^ options)
+            raise ConfigError(f"{kind}: {apart} in one of {first} and {name} only")
+    for name in (first, *others):
+        whole = name != seconds
+        for option, number in getattr(costs, name).items():
+            is_number = isinstance(number, int if whole else int | float) and not isinstance(number, bool)
+            if not is_number or not 0 <= number < float("inf"):
+                expected = "whole number" if whole else "number"
+                raise ConfigError(f"{kind} {name}[{option!r}]={number!r}: expected a {expected} >= 0")
 
 
 @dataclass(frozen=True)
