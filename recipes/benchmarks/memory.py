@@ -17,6 +17,7 @@ import json
 import logging
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         found = chains[shape.name] = compare(chain, SHARES, rounds)
         found["shape"] = vars(shape)
         if args.torch and number < (1 if args.quick else 2):  # each budget is compiled, which takes long
-            budgets = (0.0, 1.0) if args.quick else TORCH_BUDGETS
-            found["torch"] = measure_budgets(chain, budgets, rounds)
+            compiled = Chain(replace(shape, layers=1), device) if args.quick else chain
+            found["torch"] = measure_budgets(compiled, (0.0, 1.0) if args.quick else TORCH_BUDGETS, min(rounds, 3))
             found["torch_is_monotone"] = is_monotone([one["measured_bytes"] for one in found["torch"]])
     torch.manual_seed(0)
     ways = {shape.name: measure_ways(Chain(shape, device), ALL_WAYS, rounds) for shape in shapes[:2]}
@@ -183,7 +184,7 @@ def _overhead(found: dict[str, Any]) -> Table:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=7, help="turns of what is compared, after a first to warm up")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of what is compared, after a first to warm up")
     parser.add_argument("--steps", type=int, default=5, help="training steps in a turn; the first is not counted")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a training step")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
