@@ -68,7 +68,7 @@ def compare(chain: Chain, shares: Sequence[float], rounds: int) -> dict[str, Any
     costs = chain.costs()
     in_flight, layers = chain.shape.in_flight, len(costs)
     found = points(chain, costs, shares)
-    by_rule = []
+    by_rule: list[dict[str, Any]] = []
     for name, choices in rivals(layers).items():
         if not all(option in one.saved_bytes for option, one in zip(choices, costs)):
             continue

@@ -92,7 +92,7 @@ class Overhead:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        loader = DataLoader(self.rows, batch_size=self.args.batch)  # type: ignore[arg-type]
+        loader: DataLoader[Any] = DataLoader(self.rows, batch_size=self.args.batch)  # type: ignore[arg-type]
         trainer.fit(LanguageModel(self.config, self.optimizer), loader)
         return ends.losses
 
