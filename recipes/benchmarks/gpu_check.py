@@ -102,13 +102,23 @@ class Runner:
         return found
 
     def run(self) -> None:
-        """All rows."""
-        for case in training_cases():
-            self.row(case.name, partial(self.trained, case), self._why_not(case))
+        """All rows: ways of recomputing, checks on blocks, other precisions; last, what changes the process."""
+        cases, checks = training_cases(), list(CHECKS)
+        first = [case for case in cases if case.kind == cases[0].kind and case.arena is None]
+        self._train(first)
+        self._check(checks[:-1])
+        self._train([case for case in cases if case not in first])
         if not strategy_takes_arena():
             self.row("arena on and off", dict, "MegaParStrategy has no argument arena here; see the arena of gradients")
-        for name, check in CHECKS.items():
-            self.row(name, partial(check, self.size, self.device))
+        self._check(checks[-1:])
+
+    def _train(self, cases: Sequence[Case]) -> None:
+        for case in cases:
+            self.row(case.name, partial(self.trained, case), self._why_not(case))
+
+    def _check(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.row(name, partial(CHECKS[name], self.size, self.device))
 
     def _why_not(self, case: Case) -> str:
         if case.fp8 and find_spec("torchao") is None:
@@ -149,7 +159,7 @@ def show(result: dict[str, Any], device: torch.device) -> Table:
         "recomputation) to what the device does in bfloat16"
     )
     if result["left_out"]:
-        caption += f". No time was left for: {', '.join(result['left_out'])} (--minutes={result['minutes']:g})"
+        caption += f". No time was left for: {'; '.join(result['left_out'])} (--minutes={result['minutes']:g})"
     table = Table(
         title=f"{result['device']}, torch {result['versions']['torch']}: {size['layers']} layers x {size['width']} "
         f"wide, batch {size['batch']} x {size['sequence']} tokens",
