@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.memory.arena import Arena
+from lightning_megapar.memory.kernels import allowed_kernels, attention_kernels
 from lightning_megapar.memory.offload import OffloadSaved
 from lightning_megapar.memory.products import products_kept
 from lightning_megapar.memory.rerun import Rerun
@@ -169,7 +170,13 @@ class _AttentionCalls(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         self.number += 1
-        return checkpoint(func, *args, use_reentrant=False, **kwargs)
+        kernels = attention_kernels()
+
+        def attend(*given: Any, **named: Any) -> Any:
+            with allowed_kernels(kernels):
+                return func(*given, **named)
+
+        return checkpoint(attend, *args, use_reentrant=False, **kwargs)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ that is needed. The second run has to see what the first one saw, and must leave
 
 * **Random numbers.** All generators of the process, and those that the module owns, start where they started, and go on
   afterwards as if nothing had been drawn.
+* **Attention kernels** that were allowed around the first run (``sdpa_kernel``) are allowed in the second.
 * **Buffers** that a forward changes (running statistics, spectral norms) are those of the first run's beginning.
 * **Attributes** that a forward sets (counters, a tensor that somebody looks at later), and what lists, dicts and
   objects of the module's own hold, are put back.
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from lightning_megapar.generators import generator_states, own_generators, set_generator_states, set_state_of, state_of
 from lightning_megapar.memory.arena import Arena
 from lightning_megapar.memory.contents import Contents
+from lightning_megapar.memory.kernels import allowed_kernels, attention_kernels
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -79,7 +81,7 @@ class Rerun:
             here, values = _put_in(shape, given)
             named = dict(zip(kwargs, values))
             if beginning:
-                with beginning[0].again():
+                with allowed_kernels(beginning[0].kernels), beginning[0].again():
                     return forward(*here, **named)
             beginning.append(_Beginning(self, objects))
             versions = [_version(tensor) for tensor in given]
@@ -122,6 +124,7 @@ class _Beginning:
         self._arguments: Contents | None = Contents(objects)
         self._attributes = [(vars(child), dict(vars(child))) for child in module.modules()]
         self._contents: Contents | None = _contents_of(attributes for _, attributes in self._attributes)
+        self.kernels = attention_kernels()
         self._states: Any = generator_states()
         self._own = [(child, name, state_of(vars(child)[name])) for child, name in rerun._generators]
 

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.generators import generator_states
@@ -279,7 +280,7 @@ def test_a_compiled_block_is_recomputed_around_the_compiled_call(option: str) ->
         block.compile(backend="aot_eager")
         if choice is not None:
             (forward,) = choose_for([("0", block)], choice)
-            assert forward.is_compiled and forward.options() == ("all", "inputs")
+            assert forward.is_compiled and forward.options() == ("all", "inputs", "offload")
         for _ in range(2):  # the first call keeps everything, since what it makes may lead to other code
             block(torch.randn(4, 6)).square().sum().backward()
         found.append(block.linear.weight.grad)
@@ -293,3 +294,25 @@ def test_a_block_that_recomputes_itself_is_refused() -> None:
     block.gradient_checkpointing = True  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="gradient_checkpointing"):
         choose_for([("layers.0", block)], "inputs")
+
+
+@pytest.mark.parametrize("option", AGAIN)
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_attention_takes_the_kernel_that_it_took(option: str, is_marked: bool) -> None:
+    found = []
+    for choice in (None, option):
+        torch.manual_seed(0)
+        config = GPTConfig.gpt2(vocab_size=40, num_layers=2, num_heads=2, hidden_size=16, max_sequence_length=8)
+        model = GPT(config)
+        if not is_marked:
+            for block in model.blocks:
+                block.attention.core.is_core_attention = False
+        if choice is not None:
+            choose_for([(str(number), block) for number, block in enumerate(model.blocks)], choice)
+        tokens = torch.randint(0, 40, (3, 8))
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = model(tokens, tokens)
+        loss.backward()
+        assert torch.backends.cuda.flash_sdp_enabled()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert same(found[0], found[1])
