@@ -15,12 +15,13 @@ from lightning_megapar.checkpoint.hugging_face.reading import LoadFrom, check_lo
 from lightning_megapar.config import ConfigError, ParallelConfig, refuse_unknown
 from lightning_megapar.data_parallel.agreement import whole_buffers
 from lightning_megapar.launch import returns_to_caller
-from lightning_megapar.memory.compression import given_compression
+from lightning_megapar.memory.compression_options import given_compression
 from lightning_megapar.memory.options import given_recompute
 from lightning_megapar.pipeline.balance.options import given_rebalance, usable
 from lightning_megapar.pipeline.cutting.state import state_kept
 from lightning_megapar.pipeline.schedules import given_schedule
 from lightning_megapar.precision import masters
+from lightning_megapar.precision.dtypes import product_dtype, working_dtype
 from lightning_megapar.precision.fp8 import Fp8Layers, given_fp8
 from lightning_megapar.sharding.choice import check_written_plan, given_plan
 from lightning_megapar.sharding.chooser.alone import runs_of_step
@@ -44,7 +45,8 @@ from lightning_megapar.strategy.limits import (
     refuse_modules,
     refuse_optimizers,
 )
-from lightning_megapar.strategy.prepare import prepare_module, stack_blocks, with_settings
+from lightning_megapar.strategy.other_settings import with_settings
+from lightning_megapar.strategy.prepare import prepare_module, stack_blocks
 from lightning_megapar.strategy.recomputing import refuse_recompute
 from lightning_megapar.strategy.schedule_choice import keep_schedule, take_schedule
 from lightning_megapar.strategy.step_strategy import StepStrategy
@@ -245,7 +247,7 @@ class MegaParStrategy(StepStrategy):
             self._whole = WholeModule(module) if returns_to_caller() and self.is_global_zero else None
             first = FirstBatch(trainer)
             trial = trial_of(trainer, first, self.num_microbatches) if self.layout.pipeline > 1 else None
-            dtype = _product_dtype(str(getattr(self.precision_plugin, "precision", "32-true")))
+            dtype = product_dtype(str(getattr(self.precision_plugin, "precision", "32-true")))
             convert = self._trial_convert or self.precision_plugin.convert_module
             self._settle(
                 take_schedule(
@@ -359,7 +361,7 @@ class MegaParStrategy(StepStrategy):
             is_cut=self.prepared.is_cut,
             state_kept=lambda: state_kept(module),
             count_tokens=self.count_tokens,
-            working_dtype=_torch_dtype(self.precision_plugin),
+            working_dtype=working_dtype(self.precision_plugin),
             arena=self.prepared.arena,
             recomputation=self.prepared.recomputation,
         )
@@ -390,17 +392,6 @@ class MegaParStrategy(StepStrategy):
         else:
             with super().tensor_init_context(empty_init):
                 yield
-
-
-def _torch_dtype(plugin: Any) -> torch.dtype | None:
-    name = _product_dtype(str(getattr(plugin, "precision", "32-true")))
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
-
-
-def _product_dtype(precision: str) -> str:
-    """In what matrix products run under a Lightning precision."""
-    starts = {"bf16": "bf16", "16": "fp16", "64": "fp64"}
-    return next((name for start, name in starts.items() if precision.startswith(start)), "fp32")
 
 
 def argument_names() -> tuple[str, ...]:

@@ -7,7 +7,7 @@ initialised by name, the device and dtype set, FSDP2 applied, hooks installed. T
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,9 +29,7 @@ from lightning_megapar.layers.base import ParallelLayer
 from lightning_megapar.layers.collectives import TensorRanks
 from lightning_megapar.layers.deferral import Deferral
 from lightning_megapar.memory.arena import Arena
-from lightning_megapar.memory.compression import CompressionConfig
-from lightning_megapar.memory.options import given_recompute
-from lightning_megapar.memory.pool import make_arena
+from lightning_megapar.memory.compression_options import CompressionConfig
 from lightning_megapar.memory.recomputation import Recomputation
 from lightning_megapar.mesh import ParallelMesh
 from lightning_megapar.pipeline.auto import choose_for, settled
@@ -55,7 +53,7 @@ from lightning_megapar.shards import IndexedTensor
 from lightning_megapar.step.random_streams import RandomStreams, uses_dropout
 from lightning_megapar.strategy.balance.spares import Spares
 from lightning_megapar.strategy.rank_zero import from_rank_zero, take_values_of_rank_zero
-from lightning_megapar.strategy.recomputing import keep_activations, refuse_blocks
+from lightning_megapar.strategy.recomputing import keep_activations, made_arena, refuse_blocks
 
 
 @dataclass(frozen=True)
@@ -266,46 +264,6 @@ def prepare_module(
         compression,
         arena,
     )
-
-
-def with_settings(
-    module: nn.Module,
-    prepared: PreparedModule,
-    config: ParallelConfig,
-    compression: CompressionConfig,
-    device: torch.device,
-) -> PreparedModule:
-    """A module that is prepared already, whose blocks keep what other settings say.
-
-    Args:
-        module: this rank's share.
-        prepared: what is known about it.
-        config, compression: the settings.
-        device: where this rank computes.
-    """
-    before = prepared.config
-    asked = given_recompute(config.recompute), compression, config.arena
-    if (given_recompute(before.recompute), prepared.compression, before.arena) == asked:
-        return prepared
-    arena = made_arena(config, device) if config.arena != before.arena else prepared.arena
-    config = replace(before, recompute=config.recompute, arena=config.arena)
-    plan, cut, deferral = prepared.plan, prepared.cut, prepared.deferral
-    found = keep_activations(module, config, compression, plan, cut, deferral, device, arena)
-    return replace(prepared, config=config, recomputation=found, compression=compression, arena=arena)
-
-
-def made_arena(config: ParallelConfig, device: torch.device) -> Arena | None:
-    """What buffers of a rank come from, if they are to come from an arena.
-
-    Raises:
-        ConfigError: a kind of device that has none.
-    """
-    if not config.arena:
-        return None
-    arena = make_arena(device)
-    if arena is None:
-        raise ConfigError(f"arena=True: there is none for {device.type}; valid value: false")
-    return arena
 
 
 def recorded_parameters(

@@ -12,9 +12,11 @@ from torch import nn
 from lightning_megapar.config import ConfigError, Layout, ParallelConfig, nearest_name
 from lightning_megapar.memory.arena import Arena
 from lightning_megapar.memory.blocks import INPUTS, forward_of, is_compiled, refuse_option
-from lightning_megapar.memory.compression import CompressionConfig, check_kinds, compress_blocks, remove_compression
+from lightning_megapar.memory.compression import compress_blocks, remove_compression
+from lightning_megapar.memory.compression_options import CompressionConfig, check_kinds
 from lightning_megapar.memory.measure import Postponed
 from lightning_megapar.memory.options import MODES, RecomputeConfig, given_recompute
+from lightning_megapar.memory.pool import make_arena
 from lightning_megapar.memory.recomputation import ChosenPlan, InFlight, Recomputation
 from lightning_megapar.memory.room import begin_watch, spare_bytes
 from lightning_megapar.mesh import ParallelMesh
@@ -165,6 +167,20 @@ def keep_activations(
         chunks[0] += [name for name in blocks if not any(name in chunk for chunk in chunks)]
     recomputation.connect(chunks, state_kept, postponed, arena)
     return recomputation
+
+
+def made_arena(config: ParallelConfig, device: torch.device) -> Arena | None:
+    """What buffers of a rank come from, if they are to come from an arena.
+
+    Raises:
+        ConfigError: a kind of device that has none.
+    """
+    if not config.arena:
+        return None
+    arena = make_arena(device)
+    if arena is None:
+        raise ConfigError(f"arena=True: there is none for {device.type}; valid value: false")
+    return arena
 
 
 def held_by(schedule: Schedule | None, rank: int) -> InFlight:

@@ -15,7 +15,7 @@ from kept_otherwise import AS_IT_IS, HOST, measure_ways
 from lightning_megapar.memory import GradientStash, make_arena
 from lightning_megapar.memory.blocks import ALL, OPTIONS
 from lightning_megapar.memory.codecs import CODECS
-from lightning_megapar.memory.compression import GRADIENT_COSINES
+from lightning_megapar.memory.compression_options import GRADIENT_COSINES
 
 Check = Callable[[Size, torch.device], dict[str, Any]]
 AGAIN = "all, once more"

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_megapar.memory.blocks import ALL, INPUTS
 from lightning_megapar.memory.codecs import CODECS
-from lightning_megapar.memory.compression import CompressionConfig, CompressSaved
+from lightning_megapar.memory.compression import CompressSaved
+from lightning_megapar.memory.compression_options import CompressionConfig
 from lightning_megapar.memory.offload import OffloadSaved
 from lightning_megapar.memory.saved import SavedBytes
 

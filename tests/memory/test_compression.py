@@ -20,14 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_megapar.config import ConfigError
 from lightning_megapar.layers.deferral import Deferral
 from lightning_megapar.memory.codecs import CODECS
-from lightning_megapar.memory.compression import (
-    GRADIENT_COSINES,
-    CompressionConfig,
-    Compressor,
-    CompressSaved,
-    compress_saved,
-    remove_compression,
-)
+from lightning_megapar.memory.compression import Compressor, CompressSaved, compress_saved, remove_compression
+from lightning_megapar.memory.compression_options import GRADIENT_COSINES, CompressionConfig
 from lightning_megapar.memory.saved import SavedBytes
 from lightning_megapar.models.gpt import GPT, GPTConfig
 from lightning_megapar.sharding import shard_module

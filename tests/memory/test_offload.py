@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.memory import Trace
-from lightning_megapar.memory.compression import CompressionConfig, CompressSaved
+from lightning_megapar.memory.compression import CompressSaved
+from lightning_megapar.memory.compression_options import CompressionConfig
 from lightning_megapar.memory.copiers import CudaCopier, HostBuffer, HostCopier, HostStore
 from lightning_megapar.memory.offload import OffloadSaved
 from lightning_megapar.memory.saved import SavedBytes

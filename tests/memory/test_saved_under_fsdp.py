@@ -11,7 +11,8 @@ from sharded_cases import tensor_mesh
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
-from lightning_megapar.memory.compression import CompressionConfig, compress_saved
+from lightning_megapar.memory.compression import compress_saved
+from lightning_megapar.memory.compression_options import CompressionConfig
 from lightning_megapar.memory.offload import OffloadSaved
 from lightning_megapar.memory.saved import SavedBytes
 from lightning_megapar.models.gpt import GPT, GPTConfig
