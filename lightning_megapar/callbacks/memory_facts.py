@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megapar.config import AXES
 from lightning_megapar.data_parallel.gathers import groups_of
 from lightning_megapar.memory import prediction
 from lightning_megapar.memory.block_costs import BlockCostsWatch
@@ -101,7 +100,16 @@ class RankFacts:
                 found += [one._unsharded_param for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
         return [one for one in found if one.requires_grad and one.is_leaf]
 
-    # -- what is predicted -----------------------------------------------------------------------------------------------
+    def _coordinates(self) -> dict[str, int]:
+        return self.strategy.layout.coordinates(self.strategy.global_rank) if self.is_ours else {}
+
+    @property
+    def place(self) -> str:
+        """Coordinates of this rank on axes that are split."""
+        axes = self._coordinates().items()
+        return ", ".join(f"{axis} {at}" for axis, at in axes if getattr(self.strategy.layout, axis) > 1)
+
+    # -- what is predicted --------------------------------------------------------------------------------------------
 
     def states(self) -> States:
         """Of parameters, gradients and the optimizer."""
@@ -111,18 +119,23 @@ class RankFacts:
         else:
             records = self.strategy.stepper.all_parameters
             parameters = [ParameterFacts.of(one.parameter, one.data_sharded) for one in records]
-            zero = self._zero()
-        precision = str(getattr(self.strategy.precision_plugin, "precision", ""))
-        width = _WIDTH_IN_STEP if self.is_ours and precision == "bf16-true" else 0
+            zero = self.zero()
+        width = _WIDTH_IN_STEP if self.is_ours and self.precision == "bf16-true" else 0
         tensors = prediction.state_tensors(self.trainer.optimizers)
-        return prediction.states(parameters, zero, tensors, width, self._largest_unit())
+        # In plain Lightning gradients of all batches of a window come together.
+        accumulate = self.trainer.accumulate_grad_batches if self.is_ours else 1
+        return prediction.states(parameters, zero, tensors, width, self._units(), self.microbatches, accumulate)
 
-    def _largest_unit(self) -> int:
-        units = self.prepared.zero.units if self.is_sharded else ()
+    def _units(self) -> list[int]:
+        if not self.is_sharded:
+            return []
+        places = {id(part): place for place, part in enumerate(self.module.modules())}
+        units = sorted(self.prepared.zero.units, key=lambda unit: places.get(id(unit), 0))
         facts = [[ParameterFacts.of(one) for one in unit.parameters()] for unit in units]
-        return max((sum(one.elements * one.width for one in unit) for unit in facts), default=0)
+        return [sum(one.elements * one.width for one in unit if one.is_trained) for unit in facts]
 
-    def _zero(self) -> ZeroLayout:
+    def zero(self) -> ZeroLayout:
+        """How data ranks share out what they hold; under our strategy."""
         mesh, config = self.strategy.mesh, self.strategy.settled
         stage = config.zero_stage if self.prepared.zero is not None else 0
         offloaded = config.offload_optimizer and self.device.type == "cuda"
@@ -132,8 +145,13 @@ class RankFacts:
         """Microbatches that are alive at once."""
         return self.strategy.in_flight if self.is_ours else InFlight((1,), (0,), (False,))
 
-    def activations(self, costs: BlockCostsWatch) -> Activations | None:
-        """Of the blocks, as far as all of them could be measured."""
+    def activations(self, costs: BlockCostsWatch, option: str = "") -> Activations | None:
+        """Of the blocks, if all of them could be measured.
+
+        Args:
+            costs: of the blocks.
+            option: that all of them have, instead of their own.
+        """
         held = self.in_flight()
         if self.prepared is not None and self.prepared.cut is not None:
             chunks = [[n for n in costs.measures if n in chunk.local_modules] for chunk in self.prepared.cut.chunks]
@@ -142,23 +160,43 @@ class RankFacts:
         if len(costs.measures) < len(self.blocks()) or len(chunks) != len(held.microbatches):
             return None
         choices = self.strategy.recompute_choices if self.is_ours else {}
+        choices = dict.fromkeys(costs.measures, option) if option else choices
         batches = self.microbatches * self.trainer.accumulate_grad_batches
         calls = {name: max(1, number // batches) for name, number in costs.calls.items()}
-        return prediction.activations(chunks, costs.measures, choices, held, costs.outside_bytes, calls)
+        return prediction.activations(
+            chunks, costs.measures, choices, held, costs.outside_bytes, calls, self._actions()
+        )
+
+    def _actions(self) -> list[tuple[str, int]]:
+        if self.prepared is None or self.prepared.cut is None:
+            return []
+        rank = self.strategy.mesh.coordinate("pipeline")
+        return [(action.kind, action.chunk) for action in self.strategy.stepper.schedule_of_batch.ranks[rank]]
 
     @property
     def microbatches(self) -> int:
         """Pieces of a batch."""
         return int(self.strategy.stepper.num_microbatches) if self.is_ours else 1
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the user's step is the whole step: then gradients of the step before are there in its forward."""
+        if not self.is_ours:
+            return True
+        alone = self.strategy.layout.world_size == 1 and self.microbatches == 1
+        return alone and self.precision != "bf16-true" and self.strategy.loss_scale is None
+
+    @property
+    def precision(self) -> str:
+        """Lightning's word."""
+        return str(getattr(self.strategy.precision_plugin, "precision", "32-true"))
+
     def _gradients_beside(self, gradients: int, held: InFlight) -> int:
         """Bytes of gradients that are there when most activations are."""
-        is_plain = not self.is_ours or (self.strategy.layout.world_size == 1 and self.microbatches == 1)
         goes_back = sum(held.microbatches) < self.microbatches * len(held.microbatches)
         if self.trainer.accumulate_grad_batches == 1:
-            return gradients if is_plain or goes_back else 0
-        # A batch's gradients come beside those of the window so far.
-        return gradients * (2 if goes_back and not self.is_sharded else 1)
+            return gradients if self.is_plain or goes_back else 0
+        return gradients if goes_back or not self.is_ours else gradients // 2
 
     def _messages(self, costs: BlockCostsWatch) -> int:
         """Of the pipeline: a copy of a boundary that is sent, and what is being received from either side."""
@@ -169,26 +207,23 @@ class RankFacts:
         ends = 2 * (place < stages - 1) + (place > 0)
         return size * ends * len(self.prepared.cut.chunks)
 
-    # -- all of it ---------------------------------------------------------------------------------------------------------
+    # -- all of it ---------------------------------------------------------------------------------------------------
 
     def memory(self, step: int, timeline: Timeline, costs: BlockCostsWatch) -> RankMemory:
         """This rank's report on a step that has just ended."""
         states, kept, held = self.states(), self.activations(costs), self.in_flight()
         messages = self._messages(costs)
-        apart = self.is_ours and self.trainer.accumulate_grad_batches > 1 and not self.is_sharded
-        predicted = {PARAMETERS: states.parameters, GRADIENTS: states.gradients * (2 if apart else 1)}
+        predicted = {PARAMETERS: states.parameters, GRADIENTS: states.gradients}
         if states.optimizer is not None:
             predicted[OPTIMIZER] = states.optimizer
         predicted[MESSAGES] = max(messages + states.gathered, states.buffers)
         if kept is not None:
             predicted |= {ACTIVATIONS: kept.kept, TEMPORARY: kept.transient}
-        layout = self.strategy.layout if self.is_ours else None
-        place = {} if layout is None else layout.coordinates(self.strategy.global_rank)
         arena = self.strategy.stepper.runtime.arena if self.is_ours else None
         return RankMemory(
             rank=int(self.trainer.global_rank),
-            place=", ".join(f"{axis} {place[axis]}" for axis in AXES if place and getattr(layout, axis) > 1),
-            stage=place.get("pipeline", 0),
+            place=self.place,
+            stage=self._coordinates().get("pipeline", 0),
             step=step,
             measured=timeline.most,
             measured_peak=timeline.peak_bytes,

@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_megapar.callbacks.memory_facts import RankFacts
 from lightning_megapar.config import ConfigError
 from lightning_megapar.memory.block_costs import BlockCostsWatch
-from lightning_megapar.memory.measure import BlockMeasure
+from lightning_megapar.memory.recorder import StepRecorder
 from lightning_megapar.memory.report import RankMemory, table
-from lightning_megapar.memory.timeline import GRADIENTS, StepRecorder
+from lightning_megapar.memory.timeline import GRADIENTS
 from lightning_megapar.pipeline.cutting.state import state_kept
 from lightning_megapar.pipeline.picture.drawing import FORMATS
 from lightning_megapar.pipeline.picture.memory import draw_memory
@@ -82,9 +82,9 @@ class MemoryReport(Callback):
         self._forget()
 
     @property
-    def block_measures(self) -> dict[str, BlockMeasure]:
-        """What this rank's blocks cost, by name; empty before it has been measured."""
-        return {} if self._costs is None else self._costs.measures
+    def block_costs(self) -> BlockCostsWatch | None:
+        """What this rank's blocks cost, once it has been measured; asked when a step runs out of memory."""
+        return None if self._stage in ("waiting", "measuring blocks") else self._costs
 
     def _forget(self) -> None:
         self._costs: BlockCostsWatch | None = None
@@ -109,11 +109,11 @@ class MemoryReport(Callback):
         facts = RankFacts(trainer, pl_module)
         if not facts.is_settled():
             return
-        if torch.autograd._profiler_enabled():
+        if torch.autograd._profiler_enabled() or _profiles_by_torch(trainer):
             self._stage = "done"
             rank_zero_warn(
-                "MemoryReport: memory is measured with torch's profiler, and another one is running "
-                "(Trainer(profiler=...)): no report; leave one of the two out"
+                "MemoryReport: memory is measured with torch's profiler, and there is another one "
+                "(Trainer(profiler='pytorch')): no report; leave one of the two out"
             )
         elif self._stage == "waiting":
             self._stage = "measuring blocks"
@@ -206,6 +206,13 @@ def read_report(path: str | os.PathLike[str]) -> list[RankMemory]:
         return [RankMemory.from_json(one) for one in read["ranks"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no memory report (format {FORMAT!r}): {error!r}") from error
+
+
+def _profiles_by_torch(trainer: Any) -> bool:
+    """Whether the Trainer's profiler is torch's, which begins and ends within steps and takes no other beside it."""
+    profiler = trainer.profiler
+    profiler = getattr(profiler, "inner", profiler)  # of the callbacks that time steps
+    return any(kind.__name__ == "PyTorchProfiler" for kind in type(profiler).__mro__)
 
 
 def _has_matplotlib() -> bool:

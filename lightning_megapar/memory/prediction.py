@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,17 +39,19 @@ class ParameterFacts:
     @classmethod
     def of(cls, parameter: Tensor, is_sharded: bool = False) -> ParameterFacts:
         """Of a plain tensor, or of a DTensor over tensor ranks, data ranks or both."""
-        shape = list(parameter.shape)
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            for number, (axis, placement) in enumerate(zip(mesh.mesh_dim_names or (), parameter.placements)):
-                if axis == "tensor" and placement.is_shard():
-                    dim = placement.dim  # type: ignore[attr-defined]
-                    shape[dim] = -(-shape[dim] // mesh.size(number))
-        elements = 1
-        for size in shape:
-            elements *= size
-        return cls(elements, parameter.element_size(), parameter.requires_grad, is_sharded)
+        return cls(math.prod(own_shape(parameter)), parameter.element_size(), parameter.requires_grad, is_sharded)
+
+
+def own_shape(parameter: Tensor) -> tuple[int, ...]:
+    """On this tensor rank, before data ranks share the parameter out."""
+    shape = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for number, (axis, placement) in enumerate(zip(mesh.mesh_dim_names or (), parameter.placements)):
+            if axis == "tensor" and placement.is_shard():
+                dim = placement.dim  # type: ignore[attr-defined]
+                shape[dim] = -(-shape[dim] // mesh.size(number))
+    return tuple(shape)
 
 
 @dataclass(frozen=True)
@@ -94,19 +97,23 @@ def states(
     zero: ZeroLayout,
     optimizer_tensors: int | None,
     working_width: int = 0,
-    largest_unit: int = 0,
+    units: Sequence[int] = (),
+    microbatches: int = 2,
+    accumulate: int = 1,
 ) -> States:
     """What parameters, gradients and the optimizer's state take.
 
-    FSDP2's buffers are counted by whole units: under stages 1 and 2 two of them, for the gradients that are sent and
-    those that come behind; under stage 3 two more, for parameters that compute and those that are gathered ahead.
+    FSDP2's buffers are counted by whole units, the largest: under stages 1 and 2 two of them, for the gradients that
+    are sent and those that come behind; under stage 3 two more, for parameters that compute and those that are gathered
+    ahead. Gradients of a batch that is not the first of its window come beside those of the window.
 
     Args:
         facts: of the rank's parameters, tied ones once.
         zero: how they are shared out.
         optimizer_tensors: of a parameter's size, see :func:`state_tensors`.
         working_width: bytes of an element of a second copy that steps work with (``bf16-true``), 0 without.
-        largest_unit: bytes of the parameters that are gathered at once.
+        units: bytes of the parameters that are gathered at once, in the order of the forward.
+        microbatches, accumulate: of a batch, batches of a window.
     """
     parameters = gradients = state = gathered = reduced = 0.0
     for one in facts:
@@ -129,15 +136,32 @@ def states(
             gradients += found.gradients if stage < 2 or not zero.is_offloaded else 0
             state += 0 if stage and zero.is_offloaded else found.optimizer
             reduced += one.elements * one.width if stage == 0 and zero.ranks > 1 else 0
-    if zero.stage >= 2:
-        gradients += largest_unit  # whole, until they are reduced
-    buffers = gathered + (4 if zero.stage == 3 else 2 if zero.stage else 0) * largest_unit
+    largest = max(units, default=0)
+    shards = gradients if zero.stage >= 2 else gradients / zero.shards
+    if zero.stage >= 2 and microbatches > 1:
+        gradients += largest  # whole, until they are reduced
+    elif zero.stage and units and (zero.stage >= 2 or accumulate == 1):
+        gradients = _most_in_sweep(units, zero.shards)
+    if accumulate > 1 and zero.stage != 1:
+        gradients += shards if zero.stage else gradients
+    buffers = gathered + (4 if zero.stage == 3 else 2 if zero.stage else 0) * largest
     if zero.stage == 3:
-        gathered += largest_unit
+        gathered += largest
     optimizer = None if optimizer_tensors is None else round(state)
     return States(
         round(parameters), round(gradients), optimizer, round(gathered), round(max(buffers, reduced)), round(reduced)
     )
+
+
+def _most_in_sweep(units: Sequence[int], shards: int) -> float:
+    """Most bytes of gradients in a backward that reduces each unit when it is through: its own are whole, and of those
+    behind it shards are left.
+    """
+    behind = most = 0.0
+    for unit in reversed(units):
+        most = max(most, behind + unit)
+        behind += unit / shards
+    return max(most, behind)
 
 
 def state_tensors(optimizers: Sequence[Optimizer]) -> int | None:
@@ -169,7 +193,13 @@ class Activations:
 
     @property
     def kept(self) -> int:
+        """All that is kept."""
         return sum(self.layers.values())
+
+    @property
+    def in_blocks(self) -> int:
+        """What blocks keep and take."""
+        return self.kept - self.layers.get("", 0) + self.transient
 
 
 def activations(
@@ -179,6 +209,7 @@ def activations(
     held: InFlight,
     outside_bytes: int = 0,
     calls: Mapping[str, int] | None = None,
+    actions: Sequence[tuple[str, int]] = (),
 ) -> Activations:
     """What the blocks of a rank keep under their options.
 
@@ -189,28 +220,53 @@ def activations(
         held: by the schedule.
         outside_bytes: kept outside of blocks.
         calls: of each block in a microbatch, by default one.
+        actions: kind and chunk of what the rank does in a step, in order. With them it is the moment that counts at
+            which chunks together keep most; without, each counts with the most that it ever has.
     """
+    options = {name: _option(measures[name], choices.get(name, "all")) for chunk in chunks for name in chunk}
+    saved = {n: measures[n].costs.saved_bytes[option] * (calls or {}).get(n, 1) for n, option in options.items()}
+    numbers, waiting = held.microbatches, held.waiting
+    if actions:
+        per_chunk = [sum(saved[name] for name in chunk) for chunk in chunks]
+        waits = [sum(measures[name].waiting_bytes for name in chunk) for chunk in chunks]
+        numbers, waiting = _fullest(actions, per_chunk, waits)
     layers: dict[str, int] = {}
-    lines, chosen = [], []
-    for chunk, number, waiting, keeps in zip(chunks, held.microbatches, held.waiting, held.keeps_outputs):
-        line = []
+    for chunk, number, late, keeps in zip(chunks, numbers, waiting, held.keeps_outputs):
         for name in chunk:
-            measure, times = measures[name], (calls or {}).get(name, 1)
-            costs = measure.costs
-            option = choices.get(name, "all")
-            option = option if option in costs.saved_bytes else next(iter(costs.saved_bytes))
-            layers[name] = costs.saved_bytes[option] * number * times + waiting * measure.waiting_bytes
-            line.append(costs)
-            chosen.append(option)
-        if keeps and line:  # a boundary that was sent
+            layers[name] = saved[name] * number + late * measures[name].waiting_bytes
+        if keeps and chunk:  # a boundary that was sent
             outside_bytes += measures[chunk[-1]].output_bytes * number
-        lines.append(line)
+    lines = [[measures[name].costs for name in chunk] for chunk in chunks]
+    chosen = [options[name] for chunk in chunks for name in chunk]
     peak = chain_peak(lines, chosen, held.microbatches) if chosen else 0
     names = iter(chosen)
     kept = sum(n * sum(c.saved_bytes[next(names)] for c in line) for n, line in zip(held.microbatches, lines))
     if outside_bytes:
         layers[""] = outside_bytes
     return Activations(layers, max(0, peak - kept), tuple(held.microbatches))
+
+
+def _option(measure: BlockMeasure, wanted: str) -> str:
+    known = measure.costs.saved_bytes
+    return wanted if wanted in known else next(iter(known))
+
+
+def _fullest(
+    actions: Sequence[tuple[str, int]], saved: Sequence[int], waits: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Microbatches alive, and those whose weight gradients wait, of each chunk when they take most bytes together."""
+    alive, late = [0] * len(saved), [0] * len(saved)
+    best, found = -1, (tuple(alive), tuple(late))
+    for kind, chunk in actions:
+        if kind == "backward_weight":
+            late[chunk] -= 1
+        else:
+            alive[chunk] += 1 if kind == "forward" else -1
+            late[chunk] += kind == "backward_input"
+        now = sum(n * size for n, size in zip(alive, saved)) + sum(n * size for n, size in zip(late, waits))
+        if now > best:
+            best, found = now, (tuple(alive), tuple(late))
+    return found
 
 
 def peak(found: States, kept: Activations | None, messages: int, gradients_beside: int) -> int | None:

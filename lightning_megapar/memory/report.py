@@ -139,16 +139,17 @@ def shown_ranks(ranks: Sequence[RankMemory]) -> list[RankMemory]:
     return [highest[stage] for stage in sorted(highest)]
 
 
-def table(ranks: Sequence[RankMemory]) -> Table:
+def table(ranks: Sequence[RankMemory], title: str = "measured / predicted, each the most at once") -> Table:
     """A row per use and a column per rank; cells are "measured / predicted" in MiB, each the most at once.
 
     Args:
         ranks: at least one.
+        title: what the numbers are.
     """
     from rich.table import Table
 
     shown = shown_ranks(ranks)
-    title = f"memory of training step {shown[0].step}, MiB: measured / predicted, each the most at once"
+    title = f"memory of training step {shown[0].step}, MiB: {title}"
     found = Table("", *(_head(one) for one in shown), title=title)
     for column in found.columns[1:]:
         column.justify = "right"

@@ -14,21 +14,13 @@ The events are those of the device; what was allocated before the step and is no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
 from torch._C._profiler import _EventType
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile
 
-from lightning_megapar.config import ConfigError
-from lightning_megapar.memory.meter import quiet_profiler
-from lightning_megapar.memory.saved import plain_tensors
 from lightning_megapar.memory.trace import COMMUNICATION
 
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
@@ -37,9 +29,12 @@ CATEGORIES = (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS, MESSAGES, TEMPORARY
 """In the order in which they are stacked."""
 OUTSIDE = ""
 """The layer of what is in no block."""
-FORWARD, BACKWARD, UPDATE = "forward", "backward", "optimizer step"
+FORWARD, BACKWARD, UPDATE, OTHER = "forward", "backward", "optimizer step", "waits and sums"
 
-_MARK = "lightning_megapar memory: "
+MARK = "lightning_megapar memory: "
+"""Begins the names of ranges of no length, by which a recording says what it knows (tabs between the parts): ``enter``,
+block, addresses of its inputs; ``leave``, nothing, addresses of its results; ``known``, category, addresses; ``gone``,
+nothing, addresses that were there before and are not any more."""
 _ENGINE, _STEP, _FSDP = "autograd::engine::evaluate_function", "Optimizer.step#", "FSDP::"
 _GATHERED = 2  # a label: communication that is none of a block's inputs; 1 may be one
 
@@ -108,142 +103,6 @@ def _thinned_phases(phases: Sequence[tuple[str, float, float]], least: float) ->
     return tuple(found)
 
 
-def storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, int]:
-    """Address -> bytes of the memory behind tensors on a device; of a DTensor its local part. Shared memory is there
-    once."""
-    found: dict[int, int] = {}
-    for tensor in tensors:
-        for part in plain_tensors(tensor):
-            storage = part.untyped_storage()
-            if part.device.type == device.type and storage.nbytes() and storage.data_ptr():
-                found[storage.data_ptr()] = storage.nbytes()
-    return found
-
-
-class StepRecorder:
-    """Records one step of a rank, from :meth:`start` to :meth:`stop`.
-
-    Args:
-        device: whose memory.
-        blocks: name -> block, for activations by layer. Compiled ones are left alone, and count as outside.
-        known: tensors that are there, by category.
-        leaves: tensors whose gradients are noted as they arrive.
-        shown: parameters that may show another memory within a step than between two (``bf16-true``).
-
-    Raises:
-        ConfigError: on :meth:`start`, when another profiler is running.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        blocks: Mapping[str, nn.Module],
-        known: Mapping[str, Sequence[Tensor]],
-        leaves: Iterable[Tensor] = (),
-        shown: Iterable[Tensor] = (),
-    ) -> None:
-        self._device = device
-        self._blocks, self._leaves, self._shown = blocks, tuple(leaves), tuple(shown)
-        self._first = next(iter(blocks), "")
-        self._held = {
-            pointer: (size, category)
-            for category, tensors in known.items()
-            for pointer, size in storages(tensors, device).items()
-        }
-        # The profiler does not see the end of what was there before it.
-        self._going = {
-            part.untyped_storage().data_ptr(): StorageWeakRef(part.untyped_storage())
-            for tensor in known.get(GRADIENTS, ())
-            for part in plain_tensors(tensor)
-        }
-        self._handles: list[Any] = []
-        self._profile: profile | None = None
-        self._quiet = ExitStack()
-
-    def start(self) -> None:
-        """Begin."""
-        if torch.autograd._profiler_enabled():
-            raise ConfigError(
-                "memory is recorded with torch's profiler, and another one is running (Trainer(profiler=...), "
-                "torch.profiler.profile); let it end before, or leave one of the two out"
-            )
-        for name, block in self._blocks.items():
-            if block._compiled_call_impl is None:
-                self._handles.append(block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
-                self._handles.append(block.register_forward_hook(self._leave, always_call=True))
-        for leaf in self._leaves:
-            if leaf.requires_grad and leaf.is_leaf:
-                self._handles.append(leaf.register_post_accumulate_grad_hook(self._arrived))
-        # It warns within the step as well.
-        self._quiet.enter_context(quiet_profiler())
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self._profile.start()
-
-    def note(self, category: str, tensors: Iterable[Tensor]) -> None:
-        """These tensors, which are there now, are of a category."""
-        self._mark("known", category, storages(tensors, self._device))
-
-    def stop(self) -> Timeline:
-        """End, and say what was held."""
-        recorded = self.abandon()
-        assert recorded is not None
-        return timeline_of(recorded, self._held, self._device.type)
-
-    def abandon(self) -> profile | None:
-        """End without a word."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        recorded, self._profile = self._profile, None
-        if recorded is not None:
-            recorded.stop()
-        self._quiet.close()
-        return recorded
-
-    def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if name == self._first:
-            self.note(PARAMETERS, self._shown)
-        self._mark("enter", name, self._with_gradients((*args, *kwargs.values())))
-
-    def _leave(self, _: nn.Module, args: Any, output: Any) -> None:
-        self._mark("leave", "", self._with_gradients(output if isinstance(output, list | tuple) else (output,)))
-
-    def _with_gradients(self, values: Iterable[Any]) -> dict[int, int]:
-        tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
-        return storages(tensors, self._device)
-
-    def _arrived(self, leaf: Tensor) -> None:
-        if leaf.grad is not None:
-            self.note(GRADIENTS, [leaf.grad])
-
-    def _mark(self, kind: str, name: str = "", pointers: Iterable[int] = ()) -> None:
-        gone = [pointer for pointer, storage in self._going.items() if storage.expired()]
-        if gone:
-            for pointer in gone:
-                del self._going[pointer]
-            self._mark("gone", "", gone)
-        with record_function(f"{_MARK}{kind}\t{name}\t{' '.join(map(str, pointers))}"):
-            pass
-
-
-@contextmanager
-def recorded_step(
-    device: torch.device,
-    blocks: Mapping[str, nn.Module],
-    known: Mapping[str, Sequence[Tensor]],
-    leaves: Iterable[Tensor] = (),
-) -> Iterator[list[Timeline]]:
-    """Record what the body does; the list has the timeline behind it. Arguments as for :class:`StepRecorder`."""
-    recorder, found = StepRecorder(device, blocks, known, leaves), list[Timeline]()
-    del known  # or gradients would live on
-    recorder.start()
-    try:
-        yield found
-        found.append(recorder.stop())
-    finally:
-        recorder.abandon()
-
-
 @dataclass
 class _Buffer:
     size: int
@@ -267,6 +126,8 @@ class _Reading:
     moment: int = 0
     backwards: int = 0
     blocks: list[str] = field(default_factory=list)
+    looked_before: int | None = None
+    """The moment of the first backward since the last mark."""
 
     def allocate(self, pointer: int, size: int, label: int, in_backward: bool) -> None:
         self.free(pointer)  # seen by nobody, in another thread
@@ -310,10 +171,14 @@ class _Reading:
                 buffer.category = name
 
     def gone(self, what: str) -> None:
-        """Of buffers that were there before, some are not any more."""
+        """Of buffers that were there before, some are not any more. Nobody saw them go: it was before the first
+        backward since the last look, if there was one, for gradients are set to zero ahead of it.
+        """
         for pointer in map(int, what.split("\t")[2].split()):
             if pointer in self.alive and self.alive[pointer].born < 0:
+                buffer = self.alive[pointer]
                 self.free(pointer)
+                buffer.died = self.moment if self.looked_before is None else self.looked_before
 
 
 def timeline_of(recorded: profile, held: Mapping[int, tuple[int, str]], kind: str) -> Timeline:
@@ -328,6 +193,7 @@ def timeline_of(recorded: profile, held: Mapping[int, tuple[int, str]], kind: st
     reading = _Reading(dict(before), list(before.values()))
     times: list[int] = []
     spans: list[tuple[int, int, str]] = []
+    entered: list[int] = []
     for nanoseconds, what, label, in_backward in _events(recorded, kind):
         if isinstance(what, tuple):
             pointer, size = what
@@ -337,19 +203,25 @@ def timeline_of(recorded: profile, held: Mapping[int, tuple[int, str]], kind: st
             else:
                 reading.free(pointer)
             reading.moment += 1
-        elif what.startswith(_MARK + "gone"):
+        elif what.startswith(MARK + "gone"):
             times.append(nanoseconds)
             reading.gone(what)
             reading.moment += 1
-        elif what.startswith(_MARK):
-            reading.marked(what.removeprefix(_MARK))
+            reading.looked_before = None
+        elif what.startswith(MARK):
+            reading.marked(what.removeprefix(MARK))
+            reading.looked_before = None
+            if what.startswith(MARK + "enter"):
+                entered.append(nanoseconds)
         else:
             kind_of_span, _, end = what.rpartition(" ")
             reading.backwards += kind_of_span == BACKWARD
+            if kind_of_span == BACKWARD and reading.looked_before is None:
+                reading.looked_before = max(0, min(reading.moment, len(times) - 1))
             spans.append((nanoseconds, int(end), kind_of_span))
     for buffer in reading.alive.values():
         reading.settle(buffer)
-    return _summed(reading.buffers, times, spans)
+    return _summed(reading.buffers, times, spans, entered)
 
 
 def _events(recorded: profile, kind: str) -> list[tuple[int, Any, int, bool]]:
@@ -365,7 +237,7 @@ def _events(recorded: profile, kind: str) -> list[tuple[int, Any, int, bool]]:
                 found.append((event.start_time_ns, (extra.ptr, extra.alloc_size), label, inside))
             continue
         name = event.name
-        if name.startswith(_MARK):
+        if name.startswith(MARK):
             found.append((event.start_time_ns, name, 0, inside))
             continue
         if name.startswith(_ENGINE) and not inside:
@@ -378,7 +250,9 @@ def _events(recorded: profile, kind: str) -> list[tuple[int, Any, int, bool]]:
     return sorted(found, key=lambda one: one[0])
 
 
-def _summed(buffers: Sequence[_Buffer], times: Sequence[int], spans: Sequence[tuple[int, int, str]]) -> Timeline:
+def _summed(
+    buffers: Sequence[_Buffer], times: Sequence[int], spans: Sequence[tuple[int, int, str]], entered: Sequence[int]
+) -> Timeline:
     start = min([*times[:1], *(span[0] for span in spans[:1])], default=0)
     end = max([*times[-1:], *(span[1] for span in spans)], default=start)
     place = {category: number for number, category in enumerate(CATEGORIES)}
@@ -412,7 +286,7 @@ def _summed(buffers: Sequence[_Buffer], times: Sequence[int], spans: Sequence[tu
         tuple(seconds),
         tuple(held),
         {layer: size for layer, size in most_layers.items() if size},
-        _phases(spans, start, end),
+        _phases(spans, entered, start, end),
         dict(zip(CATEGORIES, peak)),
         dict(zip(CATEGORIES, most)),
         at_peak,
@@ -420,21 +294,33 @@ def _summed(buffers: Sequence[_Buffer], times: Sequence[int], spans: Sequence[tu
     )
 
 
-def _phases(spans: Sequence[tuple[int, int, str]], start: int, end: int) -> tuple[tuple[str, float, float], ...]:
-    """What is neither a backward nor an optimizer's step counts as forward; marks of backwards follow closely."""
-    joined: list[tuple[int, int, str]] = []
+def _phases(
+    spans: Sequence[tuple[int, int, str]], entered: Sequence[int], start: int, end: int
+) -> tuple[tuple[str, float, float], ...]:
+    """Backwards are seen; what is between them is a forward if a block is entered in it (or none is ever). Lightning
+    runs all of it within the optimizer's step, of which what is behind the last backward is left.
+    """
+    joined: list[tuple[int, int]] = []
     gap = (end - start) / 300
     for first, last, kind in spans:
-        if joined and joined[-1][2] == kind and first - joined[-1][1] <= gap:
-            joined[-1] = (joined[-1][0], max(last, joined[-1][1]), kind)
+        if kind != BACKWARD:
+            continue
+        if joined and first - joined[-1][1] <= gap:
+            joined[-1] = (joined[-1][0], max(last, joined[-1][1]))
         else:
-            joined.append((first, last, kind))
-    found, at = [], start
-    for first, last, kind in joined:
+            joined.append((first, last))
+    updated = max((last for _, last, kind in spans if kind == UPDATE), default=start)
+    found: list[tuple[str, int, int]] = []
+    at = start
+    for number, (first, last) in enumerate([*joined, (end, end)]):
+        is_last = number == len(joined)
+        kind = FORWARD if not is_last and any(at <= one <= first for one in entered or (at,)) else OTHER
+        if is_last and updated > at:
+            found.append((UPDATE, at, updated))
+            at = updated
         if first > at:
-            found.append((FORWARD, (at - start) / 1e9, (first - start) / 1e9))
-        found.append((kind, (first - start) / 1e9, (last - start) / 1e9))
+            found.append((kind, at, first))
+        if not is_last:
+            found.append((BACKWARD, first, last))
         at = last
-    if at < end:
-        found.append((FORWARD, (at - start) / 1e9, (end - start) / 1e9))
-    return tuple(found)
+    return tuple((kind, (first - start) / 1e9, (last - start) / 1e9) for kind, first, last in found)

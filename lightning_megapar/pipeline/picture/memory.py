@@ -14,12 +14,13 @@ from lightning_megapar.memory.timeline import (
     GRADIENTS,
     MESSAGES,
     OPTIMIZER,
+    OTHER,
     PARAMETERS,
     TEMPORARY,
     UPDATE,
 )
 from lightning_megapar.pipeline.picture.drawing import Area, Box, Drawing, Line, Shape, Words, nice_step
-from lightning_megapar.pipeline.picture.timelines import COLOURS, FAINT, INK
+from lightning_megapar.pipeline.picture.timelines import FAINT, IDLE, INK
 
 FILLS = {
     PARAMETERS: "#0072b2",
@@ -29,7 +30,7 @@ FILLS = {
     MESSAGES: "#cc79a7",
     TEMPORARY: "#b5b5b5",
 }
-PHASES = {FORWARD: COLOURS["forward"], BACKWARD: COLOURS["backward"], UPDATE: COLOURS["optimizer"]}
+PHASES = {FORWARD: "#56b4e9", BACKWARD: "#d55e00", UPDATE: "#222222", OTHER: IDLE}
 PREDICTED = "#b00020"
 MOST_PANELS = 4
 _LEFT, _RIGHT, _TOP = 66.0, 16.0, 74.0
@@ -70,11 +71,11 @@ def _legend(shown: Sequence[RankMemory]) -> list[Shape]:
     for category in CATEGORIES:
         if any(one.measured.get(category) for one in shown):
             found += [Box(x, 10, 13, 13, FILLS[category]), Words(x + 18, 21, LABELS[category], 12)]
-            x += 18 + 6.3 * len(LABELS[category]) + 12
+            x += 18 + 6.7 * len(LABELS[category]) + 12
     x = _LEFT
     for phase, colour in PHASES.items():
         found += [Box(x, 34, 22, _STRIP, colour), Words(x + 28, 41, phase, 11, FAINT)]
-        x += 28 + 6 * len(phase) + 14
+        x += 28 + 6.2 * len(phase) + 16
     if any(one.predicted_peak for one in shown):
         found += [Line(((x, 37.5), (x + 22, 37.5)), PREDICTED, 1.6, 5), Words(x + 28, 41, "predicted peak", 11, FAINT)]
     return found
@@ -125,7 +126,8 @@ def _time_axis(end: float, across: float, y: float) -> list[Shape]:
         x = _LEFT + number * step * across
         found.append(Line(((x, y), (x, y + 3)), FAINT, 0.8))
         label = f"{number * step:g} s" if step >= 1 else f"{number * step * 1e3:g} ms"
-        found.append(Words(x, y + 15, label, 10.5, FAINT, "middle" if number else "start"))
+        anchor = "start" if number == 0 else "end" if x > _LEFT + end * across - 12 else "middle"
+        found.append(Words(x, y + 15, label, 10.5, FAINT, anchor))
     return found
 
 
@@ -148,7 +150,7 @@ def _name(one: RankMemory) -> str:
 def _figures(one: RankMemory) -> str:
     said = f"peak {one.measured_peak / 2**20:,.1f} MiB"
     if one.predicted_peak:
-        said += f", predicted {one.predicted_peak / 2**20:,.1f} ({one.predicted_peak / one.measured_peak:.2f} of it)"
+        said += f", predicted {one.predicted_peak / 2**20:,.1f} (ratio {one.predicted_peak / one.measured_peak:.2f})"
     return said
 
 
