@@ -55,6 +55,12 @@ class RankFacts:
         """Whether FSDP2 gathers parameters."""
         return self.prepared is not None and self.prepared.zero is not None
 
+    @property
+    def planned_measures(self) -> dict[str, Any]:
+        """What blocks were measured to cost when their recomputation was planned."""
+        found = None if self.prepared is None else self.prepared.recomputation
+        return {} if found is None else dict(found._measures)
+
     def is_settled(self) -> bool:
         """Whether what blocks recompute stays what it is; collective over all ranks where it is planned."""
         found = None if self.prepared is None else self.prepared.recomputation

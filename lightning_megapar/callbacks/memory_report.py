@@ -117,7 +117,9 @@ class MemoryReport(Callback):
             )
         elif self._stage == "waiting":
             self._stage = "measuring blocks"
-            self._costs = BlockCostsWatch(pl_module, facts.blocks(), facts.device, state_kept, facts.deferral)
+            self._costs = BlockCostsWatch(
+                pl_module, facts.blocks(), facts.device, state_kept, facts.deferral, facts.planned_measures
+            )
             self._costs.begin()
         elif self._stage == "ready":
             self._stage, self._facts = "recording", facts

@@ -26,6 +26,7 @@ class BlockCostsWatch:
         device: where they compute.
         state_kept: leaves a module as it was around runs that do not count.
         postponed: where weight gradients wait under schedules that split the backward.
+        known: what has been measured already, for a plan of recomputation; then nothing is measured again.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class BlockCostsWatch:
         device: torch.device,
         state_kept: Callable[[nn.Module], AbstractContextManager[Any]],
         postponed: Postponed | None = None,
+        known: Mapping[str, BlockMeasure] | None = None,
     ) -> None:
-        self.measures: dict[str, BlockMeasure] = {}
+        self.measures: dict[str, BlockMeasure] = dict(known or {})
         """By name, in the order of the blocks' first calls."""
         self.calls: dict[str, int] = {}
         """How often each block was called."""
@@ -56,9 +58,10 @@ class BlockCostsWatch:
             if forward is None:
                 (forward,) = choose_for([(name, block)], ALL)
                 self._added.append(forward)
-            if not forward.is_compiled:
-                forward.calls, forward.measure = 0, _Measuring(self, name)
-                self._forwards[name] = forward
+            forward.calls = 0
+            self._forwards[name] = forward
+            if not forward.is_compiled and name not in self.measures:
+                forward.measure = _Measuring(self, name)
         self._outside = _Outside(self._module, set(self._blocks))
         self._outside.__enter__()
 
@@ -68,7 +71,8 @@ class BlockCostsWatch:
             self._outside.__exit__(None, None, None)
             self.outside_bytes = self._outside.peak_bytes
         for name, forward in self._forwards.items():
-            forward.measure = None
+            if isinstance(forward.measure, _Measuring):
+                forward.measure = None
             self.calls[name] = forward.calls
         for forward in self._added:
             forward.remove()

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -42,14 +43,18 @@ def answered(method: Method) -> Method:
     note (on Python 3.10, which has none, it is printed).
     """
 
+    takes_batch = {"training_step": 0, "_evaluation_step": 1}.get(method.__name__)
+
     @wraps(method)
     def run(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        if takes_batch is not None and len(args) > takes_batch:
+            strategy.batch_facts = BatchFacts.of(args[takes_batch])  # a backward may fail, which does not see it
         try:
             return method(strategy, *args, **kwargs)
         except Exception as error:
             if strategy.out_of_memory_answer is None and is_out_of_memory(error):
                 strategy.out_of_memory_answer = ""  # whatever happens in here, it is tried once
-                strategy.out_of_memory_answer = answer = _answer(strategy, args)
+                strategy.out_of_memory_answer = answer = _answer(strategy)
                 if hasattr(error, "add_note"):
                     error.add_note(answer)
                 else:
@@ -71,20 +76,41 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def _answer(strategy: Any, args: tuple[Any, ...]) -> str:
+@dataclass(frozen=True)
+class BatchFacts:
+    """What estimates need of a rank's batch.
+
+    Args:
+        rows: tokens, else rows of the first tensor of numbers.
+        samples: ``None`` where unknown.
+    """
+
+    rows: int = 0
+    samples: int | None = None
+
+    @classmethod
+    def of(cls, batch: Any) -> BatchFacts:
+        """Of any nest; nothing is known of one whose tensors have no sizes (nested ones)."""
+        try:
+            return cls(_rows(batch), batch_size_of(batch))
+        except Exception:  # it is looked at in every step, and an estimate is no reason to end one
+            return cls()
+
+
+def _answer(strategy: Any) -> str:
     """Without collectives: other ranks may be gone. Nothing large is allocated."""
     try:
-        return answer_of(strategy, args[0] if args else None)
+        return answer_of(strategy, strategy.batch_facts)
     except Exception as error:  # the error that is being raised is the one that counts
         return f"out of memory on {strategy.rank_description()}; what it holds could not be found out: {error!r}"
 
 
-def answer_of(strategy: Any, batch: Any = None) -> str:
+def answer_of(strategy: Any, batch: BatchFacts) -> str:
     """The table of what this rank holds, and the settings that would help most.
 
     Args:
         strategy: in a run.
-        batch: of this rank, where it is known; activations that nobody has measured are estimated from it.
+        batch: of this rank; activations that nobody has measured are estimated from it.
     """
     from rich.console import Console
 
@@ -102,7 +128,7 @@ def answer_of(strategy: Any, batch: Any = None) -> str:
     return "\n".join(lines)
 
 
-def situation_of(facts: RankFacts, batch: Any) -> tuple[Situation, str]:
+def situation_of(facts: RankFacts, batch: BatchFacts) -> tuple[Situation, str]:
     """What is known of a rank, and where its activations are known from."""
     strategy = facts.strategy
     config, layout = strategy.settled, strategy.layout
@@ -122,7 +148,7 @@ def situation_of(facts: RankFacts, batch: Any) -> tuple[Situation, str]:
             recompute=mode,
             outside=outside,
             microbatches=facts.microbatches,
-            samples=batch_size_of(batch),
+            samples=batch.samples,
             schedule=schedule,
             units=_units(facts) if schedule else None,
             precision=facts.precision,
@@ -170,7 +196,7 @@ def _memory(facts: RankFacts, situation: Situation) -> RankMemory:
     )
 
 
-def _activations(facts: RankFacts, batch: Any) -> tuple[dict[str, int], int, str]:
+def _activations(facts: RankFacts, batch: BatchFacts) -> tuple[dict[str, int], int, str]:
     """Bytes of the blocks by mode, bytes outside of them, and where they are known from."""
     for callback in facts.trainer.callbacks:
         costs = getattr(callback, "block_costs", None)
@@ -181,8 +207,7 @@ def _activations(facts: RankFacts, batch: Any) -> tuple[dict[str, int], int, str
                 blocks = {mode: one.in_blocks for mode, one in found.items() if one is not None}
                 blocks.setdefault(given_recompute(facts.strategy.settled.recompute).mode, own.in_blocks)
                 return blocks, own.layers.get("", 0), "as measured block by block"
-    elements = _rows(batch)
-    estimates = [estimated_bytes(block, elements / facts.microbatches) for block in facts.blocks().values()]
+    estimates = [estimated_bytes(block, batch.rows / facts.microbatches) for block in facts.blocks().values()]
     number = sum(facts.in_flight().microbatches) / len(facts.in_flight().microbatches)
     found_all = round(number * sum(kept for kept, _ in estimates))
     if not found_all:

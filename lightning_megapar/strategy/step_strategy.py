@@ -26,7 +26,7 @@ from lightning_megapar.step.stepper import StepContractError, StepResult
 from lightning_megapar.strategy.balance.rebalancer import BalanceEvent, Rebalancer, refuse_rebalance
 from lightning_megapar.strategy.limits import place_optimizers
 from lightning_megapar.strategy.loaders import forget_fetched_batch, prepare_loader, same_on_all_ranks
-from lightning_megapar.strategy.out_of_memory import answered
+from lightning_megapar.strategy.out_of_memory import BatchFacts, answered
 from lightning_megapar.strategy.precision_strategy import PrecisionStrategy
 from lightning_megapar.strategy.prepare import PreparedModule
 from lightning_megapar.strategy.recomputing import RecomputePlanner
@@ -50,6 +50,7 @@ class StepStrategy(PrecisionStrategy):
     ) -> None:
         super().__init__(config, timeout_seconds, process_group_backend, seed, loss_scale)
         self.out_of_memory_answer: str | None = None
+        self.batch_facts = BatchFacts()
         self._leave_requested = False
         self._accumulating = False
         self._reduced = False  # manual optimization: a backward of this step has averaged its gradients
