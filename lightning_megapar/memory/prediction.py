@@ -140,7 +140,7 @@ def states(
     shards = gradients if zero.stage >= 2 else gradients / zero.shards
     if zero.stage >= 2 and microbatches > 1:
         gradients += largest  # whole, until they are reduced
-    elif zero.stage and units and (zero.stage >= 2 or accumulate == 1):
+    elif units and (zero.stage >= 2 or (zero.stage == 1 and microbatches == accumulate == 1)):
         gradients = _most_in_sweep(units, zero.shards)
     if accumulate > 1 and zero.stage != 1:
         gradients += shards if zero.stage else gradients
