@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_megapar.callbacks.grad_norm import GradNorm
+    from lightning_megapar.callbacks.memory_report import MemoryReport
     from lightning_megapar.callbacks.metrics_csv import MetricsCSV
     from lightning_megapar.callbacks.pipeline_trace import PipelineTrace
     from lightning_megapar.callbacks.run_line import RunLine
@@ -14,13 +15,14 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "GradNorm": "grad_norm",
+    "MemoryReport": "memory_report",
     "MetricsCSV": "metrics_csv",
     "PipelineTrace": "pipeline_trace",
     "RunLine": "run_line",
     "SampleText": "sample_text",
 }
 
-__all__ = ["GradNorm", "MetricsCSV", "PipelineTrace", "RunLine", "SampleText"]
+__all__ = ["GradNorm", "MemoryReport", "MetricsCSV", "PipelineTrace", "RunLine", "SampleText"]
 
 
 def __getattr__(name: str) -> Any:

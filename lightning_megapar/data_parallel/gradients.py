@@ -20,6 +20,7 @@ from lightning_megapar.data_parallel.parameters import (
     set_local_gradient,
     trainable,
 )
+from lightning_megapar.memory.trace import communicating
 from lightning_megapar.mesh import ParallelMesh
 
 BUCKET_BYTES = 25 * 1024 * 1024
@@ -145,7 +146,8 @@ def _start_sum(bucket: _Bucket) -> tuple[Tensor, dist.Work]:
         pieces.append(gradient.reshape(-1))
     # The flags ride behind the values: whoever has no gradient must still take part in the same collective.
     pieces.append(torch.tensor(present, dtype=pieces[0].dtype, device=pieces[0].device))
-    buffer = torch.cat(pieces)
+    with communicating():
+        buffer = torch.cat(pieces)
     return buffer, dist.all_reduce(buffer, group=bucket.group, async_op=True)
 
 

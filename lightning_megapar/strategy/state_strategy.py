@@ -16,6 +16,7 @@ from lightning_megapar.checkpoint.hugging_face.saving import find_blueprint, sav
 from lightning_megapar.checkpoint.training import DataPosition, load_training, save_training
 from lightning_megapar.checkpoint.training_state import CURRENT, named_optimizer_state
 from lightning_megapar.config import ParallelConfig
+from lightning_megapar.memory.recomputation import InFlight
 from lightning_megapar.shards import is_value
 from lightning_megapar.step.stepper import Stepper
 from lightning_megapar.step.watching import GradientObserver
@@ -24,7 +25,7 @@ from lightning_megapar.strategy.balance.rebalancer import BalanceEvent, Rebalanc
 from lightning_megapar.strategy.loaders import rewind
 from lightning_megapar.strategy.mesh_strategy import MeshStrategy
 from lightning_megapar.strategy.prepare import PreparedModule, local_state, placed_state
-from lightning_megapar.strategy.recomputing import RecomputePlanner
+from lightning_megapar.strategy.recomputing import RecomputePlanner, held_by
 from lightning_megapar.strategy.whole_module import WholeModule
 from lightning_megapar.trees import in_any_tree, of_tree, tree_of
 
@@ -85,6 +86,12 @@ class StateStrategy(MeshStrategy):
     @property
     def num_microbatches(self) -> int:
         return self.config.microbatches(self.layout)
+
+    @property
+    def in_flight(self) -> InFlight:
+        """What the pipeline's schedule of a whole batch keeps alive on this rank; one microbatch without one."""
+        schedule = self.stepper.schedule_of_batch if self.layout.pipeline > 1 else None
+        return held_by(schedule, self.mesh.coordinate("pipeline"))
 
     @property
     def seed(self) -> int:

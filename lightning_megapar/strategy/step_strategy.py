@@ -26,6 +26,7 @@ from lightning_megapar.step.stepper import StepContractError, StepResult
 from lightning_megapar.strategy.balance.rebalancer import BalanceEvent, Rebalancer, refuse_rebalance
 from lightning_megapar.strategy.limits import place_optimizers
 from lightning_megapar.strategy.loaders import forget_fetched_batch, prepare_loader, same_on_all_ranks
+from lightning_megapar.strategy.out_of_memory import BatchFacts, answered
 from lightning_megapar.strategy.precision_strategy import PrecisionStrategy
 from lightning_megapar.strategy.prepare import PreparedModule
 from lightning_megapar.strategy.recomputing import RecomputePlanner
@@ -48,6 +49,8 @@ class StepStrategy(PrecisionStrategy):
         loss_scale: Any = None,
     ) -> None:
         super().__init__(config, timeout_seconds, process_group_backend, seed, loss_scale)
+        self.out_of_memory_answer: str | None = None
+        self.batch_facts = BatchFacts()
         self._leave_requested = False
         self._accumulating = False
         self._reduced = False  # manual optimization: a backward of this step has averaged its gradients
@@ -90,6 +93,7 @@ class StepStrategy(PrecisionStrategy):
             with self.doing("rebalancing"):
                 self._rebalancer.between_steps()
 
+    @answered
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
@@ -155,6 +159,7 @@ class StepStrategy(PrecisionStrategy):
             for owner in owners
         )
 
+    @answered
     def _evaluation_step(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
@@ -213,6 +218,7 @@ class StepStrategy(PrecisionStrategy):
             return None
         return sampler.batches_after(position.consumed if sampler.epoch == position.epoch else 0)
 
+    @answered
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         module = self.lightning_module
         assert module is not None
@@ -228,6 +234,7 @@ class StepStrategy(PrecisionStrategy):
         self._reduced = True
         return losses[0]
 
+    @answered
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None

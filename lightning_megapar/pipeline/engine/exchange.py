@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megapar.memory import Arena
+from lightning_megapar.memory.trace import communicating
 from lightning_megapar.pipeline.nest import flatten, map_leaves, unflatten
 
 ALIGNMENT = 16
@@ -61,7 +62,8 @@ class Link:
         """Memory for a message, (size) bytes."""
         if self.arena is not None:
             return self.arena.empty((size,), torch.uint8)
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
+        with communicating():
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def warm_up(self, send: bool) -> None:
         """Open the connection now, in an order that every rank agrees on, instead of inside the first step."""

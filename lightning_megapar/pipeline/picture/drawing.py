@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,21 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line through points in pixels."""
+    """A line through points in pixels; ``dash`` is the length of its pieces and of the gaps, 0 for none."""
 
     points: tuple[tuple[float, float], ...]
     colour: str
     width: float = 1.0
+    dash: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """A filled polygon through points in pixels; ``hint`` as for a :class:`Box`."""
+
+    points: tuple[tuple[float, float], ...]
+    fill: str
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,9 @@ class Words:
     bold: bool = False
 
 
+Shape = Box | Line | Area | Words
+
+
 @dataclass(frozen=True)
 class Drawing:
     """A page of shapes, painted in order on white.
@@ -60,7 +74,7 @@ class Drawing:
 
     width: float
     height: float
-    shapes: tuple[Box | Line | Words, ...]
+    shapes: tuple[Shape, ...]
     title: str = ""
 
     def svg(self) -> str:
@@ -97,7 +111,7 @@ class Drawing:
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
-            from matplotlib.patches import Rectangle
+            from matplotlib.patches import Polygon, Rectangle
         except ImportError as error:
             raise ConfigError(
                 f"out={str(path)!r}: PNG needs matplotlib (pip install 'lightning_megapar[plot]'); "
@@ -119,16 +133,25 @@ class Drawing:
                 )
             elif isinstance(shape, Line):
                 columns, rows = zip(*shape.points)
-                axes.plot(columns, rows, color=shape.colour, linewidth=shape.width * points, zorder=layer)
+                style: Any = {"linestyle": (0, (shape.dash, shape.dash))} if shape.dash else {}
+                axes.plot(columns, rows, color=shape.colour, linewidth=shape.width * points, zorder=layer, **style)
+            elif isinstance(shape, Area):
+                axes.add_patch(Polygon(shape.points, facecolor=shape.fill, linewidth=0, zorder=layer))
             else:
                 side = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
                 weight = "bold" if shape.bold else "normal"
-                style: Any = {"fontsize": shape.size * points, "color": shape.colour, "weight": weight, "zorder": layer}
+                style = {"fontsize": shape.size * points, "color": shape.colour, "weight": weight, "zorder": layer}
                 axes.text(shape.x, shape.y, shape.text, ha=side, va="baseline", **style)
         figure.savefig(path)
 
 
-def _element(shape: Box | Line | Words) -> str:
+def nice_step(step: float) -> float:
+    """The next of 1, 2, 5, 10, 20, 50, ... (or a decimal fraction) from ``step`` on: for ticks of an axis."""
+    power = 10 ** math.floor(math.log10(step))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
+
+
+def _element(shape: Shape) -> str:
     if isinstance(shape, Box):
         place = f'x="{_number(shape.x)}" y="{_number(shape.y)}"'
         size = f'width="{_number(shape.width)}" height="{_number(shape.height)}"'
@@ -138,8 +161,13 @@ def _element(shape: Box | Line | Words) -> str:
         points = " ".join(f"{_number(x)},{_number(y)}" for x, y in shape.points)
         return (
             f'<polyline points="{points}" fill="none" stroke="{shape.colour}" stroke-width="{_number(shape.width)}" '
-            'stroke-linejoin="round"/>'
+            + (f'stroke-dasharray="{_number(shape.dash)}" ' if shape.dash else "")
+            + 'stroke-linejoin="round"/>'
         )
+    if isinstance(shape, Area):
+        points = " ".join(f"{_number(x)},{_number(y)}" for x, y in shape.points)
+        body = f'<polygon points="{points}" fill="{shape.fill}"'
+        return f"{body}><title>{escape(shape.hint)}</title></polygon>" if shape.hint else f"{body}/>"
     weight = ' font-weight="bold"' if shape.bold else ""
     anchor = "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'
     return (

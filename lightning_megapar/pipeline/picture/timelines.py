@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_megapar.config import ConfigError
-from lightning_megapar.pipeline.picture.drawing import Box, Drawing, Line, Words
+from lightning_megapar.pipeline.picture.drawing import Box, Drawing, Line, Words, nice_step
 from lightning_megapar.pipeline.planning.measured import costs_of, schedule_of
 from lightning_megapar.pipeline.planning.simulate import Timeline, simulate
 from lightning_megapar.pipeline.planning.trace import TraceEvent, activation_steps, one_step
@@ -185,7 +185,7 @@ def _draw_panel(
         points = tuple((_LEFT + time * scale, y + height * (1 - held / most)) for time, held in corners)
         shapes.append(Line(points, _rank_colour(rank, panel.num_ranks), 1.6))
     y += height
-    step = _nice(end / 9)
+    step = nice_step(end / 9)
     for index in range(int(end / step + 1e-9) + 1):
         x = _LEFT + index * step * scale
         shapes.append(Line(((x, y), (x, y + 3)), FAINT, 0.8))
@@ -274,12 +274,6 @@ def _rank_colour(rank: int, ranks: int) -> str:
     place = 2 * rank / max(1, ranks - 1)
     lower = min(int(place), 1)
     return _hex([a + (b - a) * (place - lower) for a, b in zip(stops[lower], stops[lower + 1])])
-
-
-def _nice(step: float) -> float:
-    """The next of 1, 2, 5, 10, 20, 50, ... (or a decimal fraction) from ``step`` on."""
-    power = 10 ** math.floor(math.log10(step))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
 
 
 def _tick(value: float, step: float) -> str:
