@@ -58,6 +58,8 @@ class UnitSums:
         """Units that had gradients on any data rank the last time; ``None`` before it is known."""
         self._last: set[FSDPModule] = set()
         """Units that one backward on any data rank has come to more than once: none says when they are complete."""
+        self._is_first = False
+        """Whether no backward has shown anything yet: which units it comes to more than once is known at its end."""
         self._turns: list[FSDPModule] = []
         self._ready: set[FSDPModule] = set()
         self._completed: dict[FSDPModule, None] = {}
@@ -106,7 +108,7 @@ class UnitSums:
         """The backward is over: reduce those whose turn has not come."""
         for unit in self._turns:
             self.reduce(unit)
-        self._turns = []
+        self._turns, self._is_first = [], False
 
     def _begins(self, number: int, group: Any, inner: Callable[..., None], *args: Any) -> None:
         """A backward comes to a unit, and gathers its parameters if they are not there."""
@@ -118,7 +120,7 @@ class UnitSums:
         """FSDP2 is through a unit's backward."""
         self._completed.setdefault(unit)
         self._note(unit)
-        waits = unit in self._repeated or unit in self._last
+        waits = self._is_first or unit in self._repeated or unit in self._last
         if self._turns[:1] != [unit] or waits:
             self._inner[unit]()
             if unit in self._turns and not waits:
@@ -204,6 +206,7 @@ class UnitSums:
     def _look_around(self) -> set[FSDPModule]:
         """Before the first sum of all: what earlier microbatches have shown, if there were any; collective."""
         told, count = _summed(self._shown(), self._group, self._device), len(self._units)
+        self._is_first = not any(told[:count])
         self._learn(told)
         self._active = set(self._marked(told[count : 2 * count]) or self._units)
         return self._active
