@@ -59,7 +59,7 @@ class RankFacts:
     def planned_measures(self) -> dict[str, Any]:
         """What blocks were measured to cost when their recomputation was planned."""
         found = None if self.prepared is None else self.prepared.recomputation
-        return {} if found is None else dict(found._measures)
+        return {} if found is None else found.measures
 
     def is_settled(self) -> bool:
         """Whether what blocks recompute stays what it is; collective over all ranks where it is planned."""
@@ -149,7 +149,7 @@ class RankFacts:
 
     def in_flight(self) -> InFlight:
         """Microbatches that are alive at once."""
-        return self.strategy.in_flight if self.is_ours else InFlight((1,), (0,), (False,))
+        return self.strategy.in_flight if self.is_ours else InFlight((((1,), (0,)),), (False,))
 
     def activations(self, costs: BlockCostsWatch, option: str = "") -> Activations | None:
         """Of the blocks, if all of them could be measured.

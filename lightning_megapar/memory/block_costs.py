@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_megapar.memory.blocks import ALL, BlockForward, choose_for, forward_of
 from lightning_megapar.memory.measure import BlockMeasure, Postponed, measure_block
-from lightning_megapar.memory.recomputation import _kind_of
+from lightning_megapar.memory.recomputation import kind_of
 from lightning_megapar.memory.saved import Left, SavedBytes
 
 
@@ -80,7 +80,7 @@ class BlockCostsWatch:
 
     def note(self, name: str, forward: BlockForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A block is called for the first time."""
-        kind = _kind_of(forward.block, args, kwargs)
+        kind = kind_of(forward.block, args, kwargs)
         if kind not in self._kinds:
             with self._state_kept(forward.block):
                 self._kinds[kind] = measure_block(forward, args, kwargs, self._device, postponed=self._postponed)

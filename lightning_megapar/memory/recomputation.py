@@ -44,6 +44,16 @@ class InFlight:
     moments: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     keeps_outputs: tuple[bool, ...]
 
+    @property
+    def microbatches(self) -> tuple[int, ...]:
+        """For each chunk the most between forward and backward, at whatever moment."""
+        return tuple(max(counts) for counts in zip(*(alive for alive, _ in self.moments), strict=True))
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """For each chunk the most whose weight gradients wait, at whatever moment."""
+        return tuple(max(counts) for counts in zip(*(late for _, late in self.moments), strict=True))
+
 
 @dataclass(frozen=True)
 class ChosenPlan:
@@ -117,6 +127,11 @@ class Recomputation:
     def choices(self) -> dict[str, str]:
         """The option of each block now."""
         return {name: forward.option for name, forward in self._forwards.items()}
+
+    @property
+    def measures(self) -> dict[str, BlockMeasure]:
+        """What was measured of each block, in the order of their first calls; empty before."""
+        return dict(self._measures)
 
     # -- around training steps -----------------------------------------------------------------------------------------
 
@@ -211,7 +226,7 @@ class Recomputation:
     def _note(self, name: str, forward: BlockForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A block's first call in a step that is measured in."""
         assert self._state_kept is not None
-        kind = _kind_of(forward.block, args, kwargs)
+        kind = kind_of(forward.block, args, kwargs)
         if kind not in self._kinds:
             with self._state_kept(forward.block):
                 wanted = [one for one in forward.options() if one in {ALL, INPUTS, *self.config.options}]
@@ -221,7 +236,7 @@ class Recomputation:
         self._sizes[name] = elements_of(args, kwargs)
 
 
-def _kind_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def kind_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What blocks have in common that cost the same: classes, settings, shapes of parameters and arguments."""
 
     def shape(value: Any) -> Any:
