@@ -90,7 +90,7 @@ def measure(all_bytes: int, inputs: int, output: int = 10, waiting: int = 0) -> 
 
 def test_activations_of_a_chain() -> None:
     measures = {"a": measure(100, 30), "b": measure(60, 30)}
-    held = InFlight((3,), (0,), (False,))
+    held = InFlight((((3,), (0,)),), (False,))
     found = activations([["a", "b"]], measures, {}, held, outside_bytes=11)
     assert found.layers == {"a": 300, "b": 180, "": 11}
     # In the backward of b: everything of three microbatches, and 20 beside.
@@ -104,14 +104,14 @@ def test_activations_of_a_chain() -> None:
 
 def test_boundaries_and_weight_gradients_that_wait() -> None:
     measures = {"a": measure(100, 30, 10, 40), "b": measure(60, 30, 10, 40)}
-    found = activations([["a"], ["b"]], measures, {}, InFlight((2, 1), (1, 0), (True, False)))
+    found = activations([["a"], ["b"]], measures, {}, InFlight((((2, 1), (1, 0)),), (True, False)))
     assert found.layers == {"a": 240, "b": 60, "": 20}
 
 
 def test_chunks_count_at_the_moment_when_they_keep_most_together() -> None:
     measures = {"a": measure(100, 30, 10, 40), "b": measure(60, 30, 10, 40)}
     actions = [("forward", 0), ("forward", 0), ("backward_input", 0), ("forward", 1), ("backward_weight", 0)]
-    held = InFlight((2, 1), (1, 0), (False, False))
+    held = InFlight((((2, 1), (1, 0)),), (False, False))
     # 200, not 200 + 60 + 40: 100 + 60 + 40 is as much, and comes later.
     found = activations([["a"], ["b"]], measures, {}, held, actions=actions)
     assert found.layers == {"a": 200, "b": 0}
