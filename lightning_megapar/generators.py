@@ -85,15 +85,18 @@ def generators_kept() -> Iterator[None]:
         set_generator_states(states)
 
 
-def own_generators(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Owner and attribute of the generators that a module and its parts hold: torch's, Python's and numpy's."""
+def own_generators(module: nn.Module) -> list[Any]:
+    """Generators that a module and its parts hold, also in lists and dicts: torch's, Python's and numpy's."""
     numpy = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy is not None:
-        kinds += (numpy.random.Generator,)
-    return [
-        (child, name) for child in module.modules() for name, value in vars(child).items() if isinstance(value, kinds)
-    ]
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    found: dict[int, Any] = {}
+    for child in module.modules():
+        for value in vars(child).values():
+            inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            found |= {id(one): one for one in (value, *inside) if isinstance(one, kinds)}
+    return list(found.values())
 
 
 def state_of(generator: Any) -> Any:
@@ -102,7 +105,9 @@ def state_of(generator: Any) -> Any:
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return pickle.dumps(generator.bit_generator.state)
+    if hasattr(generator, "bit_generator"):
+        return pickle.dumps(generator.bit_generator.state)
+    return pickle.dumps(generator.get_state())
 
 
 def set_state_of(generator: Any, state: Any) -> None:
@@ -111,5 +116,7 @@ def set_state_of(generator: Any, state: Any) -> None:
         generator.set_state(_tensor(state))
     elif isinstance(generator, random.Random):
         generator.setstate(state)
-    else:
+    elif hasattr(generator, "bit_generator"):
         generator.bit_generator.state = pickle.loads(state)  # of this very process
+    else:
+        generator.set_state(pickle.loads(state))

@@ -176,6 +176,10 @@ class TensorArena(Arena):
         self._over_in_step = False
         self._depth = 0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy or a pickle serves others: an arena of its own that knows nothing yet.
+        return TensorArena, (None, self._alignment)
+
     def _make_memory(self) -> None:
         assert self._allocator is not None
         memory = np.empty(self._allocator.capacity + self._alignment, dtype=np.uint8)

@@ -30,7 +30,7 @@ from lightning_megapar.config import ConfigError
 from lightning_megapar.memory.arena import Arena
 from lightning_megapar.memory.kernels import allowed_kernels, attention_kernels
 from lightning_megapar.memory.offload import OffloadSaved
-from lightning_megapar.memory.products import products_kept
+from lightning_megapar.memory.products import Checking, products_kept
 from lightning_megapar.memory.rerun import Rerun
 
 ALL, NO_ATTENTION, PRODUCTS, INPUTS, OFFLOAD = "all", "no_attention", "products", "inputs", "offload"
@@ -65,6 +65,8 @@ class BlockForward:
         self._compiled: Any = block._compiled_call_impl
         self._rerun = Rerun(block)
         self._was_called = False
+        self._products_last = False
+        """Whether results of products are known to stay as they are."""
         self._parts = _core_attentions(block)
         self._looks = not self._parts and not self.is_compiled
         """Whether calls of torch's attention are looked for."""
@@ -122,6 +124,9 @@ class BlockForward:
             self.offload = self.offload or OffloadSaved(self.block)
             with self.offload.block(self.place, module=self.block):
                 return self.plain(*args, **kwargs)
+        if option == PRODUCTS and not self._products_last:
+            self._rerun.learn(self.plain, args, kwargs, Checking)
+            self._products_last = True
         if option in (INPUTS, PRODUCTS):
             contexts = products_kept if option == PRODUCTS else noop_context_fn
             return self._rerun(self.plain, args, kwargs, contexts, self.arena)

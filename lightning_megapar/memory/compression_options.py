@@ -59,7 +59,11 @@ class CompressionConfig:
         if isinstance(self.kinds, str):
             if self.kinds != "all":
                 raise ConfigError(f"kinds={self.kinds!r}: expected 'all' or a list of class names, ['{self.kinds}']")
-        elif not self.kinds or not all(isinstance(kind, str) and kind for kind in self.kinds):
+        elif (
+            not isinstance(self.kinds, list | tuple)
+            or not self.kinds
+            or not all(isinstance(kind, str) and kind for kind in self.kinds)
+        ):
             raise ConfigError(f"kinds={self.kinds!r}: expected 'all' or class names such as 'Linear', 'LayerNorm'")
         else:
             object.__setattr__(self, "kinds", tuple(self.kinds))
@@ -70,7 +74,8 @@ class CompressionConfig:
         for name in ("minimum_elements", "minimum_row"):
             if not _is_positive(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected a positive integer (nearest valid: 1)")
-        if not 0 <= self.minimum_share <= 1:
+        share = self.minimum_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ConfigError(f"minimum_share={self.minimum_share!r}: expected 0 to 1 (nearest valid: 0.0625)")
 
     @property

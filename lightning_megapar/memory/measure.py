@@ -20,12 +20,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_megapar.generators import generators_kept
+from lightning_megapar.generators import generators_kept, own_generators, set_state_of, state_of
 from lightning_megapar.memory.blocks import ALL, INPUTS, NO_ATTENTION, OFFLOAD, PRODUCTS, BlockForward
 from lightning_megapar.memory.chain import ChainCosts
 from lightning_megapar.memory.contents import Contents
 from lightning_megapar.memory.meter import metered, quiet_profiler
 from lightning_megapar.memory.products import ProductsChangedError
+from lightning_megapar.memory.rerun import AsResult
 
 REPEATS = 3
 """Timed runs of each option, of which the fastest counts."""
@@ -98,6 +99,7 @@ def measure_block(
     """
     wanted = forward.options() if options is None else tuple(options)
     saved, seconds, rising, falling = {}, {}, {}, {}
+    own = [(one, state_of(one)) for one in own_generators(forward.block)]
     arena, forward.arena = forward.arena, None  # its memory is there whatever lies in it
     trial = _Trial(forward, args, kwargs, device, postponed)
     waiting = 0
@@ -115,6 +117,8 @@ def measure_block(
         rounds = [{option: trial.seconds(option) for option in {ALL: 0, **saved}} for _ in range(REPEATS)]
         alone = min(trial.forward_seconds() for _ in range(REPEATS))
     trial.end()
+    for one, state in own:
+        set_state_of(one, state)
     forward.arena = arena
     base = min(one[ALL] for one in rounds)
     for option in saved:
@@ -153,8 +157,10 @@ class _Trial:
         self._objects = Contents([one for one in (*args, *kwargs.values()) if not isinstance(one, Tensor)])
         """What caches and the like among the arguments hold; each run starts with that."""
         self._own: list[Tensor] = []
-        """Parameters, where they are the block's own; the tensors among the arguments of a call beside them."""
-        self._given: list[Tensor] = []
+        """Parameters, where they are the block's own."""
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._leaves: list[Tensor] = []
+        """Where gradients of the last call go."""
         self.output_bytes = 0
         self._option = ALL
         self._bare = _Bare(forward.block, lambda *a, **k: forward.run(self._option, a, k))
@@ -229,16 +235,23 @@ class _Trial:
         self._option = option
         self._objects.put_back()
 
+        self._leaves = [
+            self._anchor,
+            *self._own,
+            *{id(p): p for p in self._parameters.values() if p.requires_grad}.values(),
+        ]
+        made: dict[int, Tensor] = {}
+
         def copied(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            copy = value.detach().clone().requires_grad_(value.requires_grad)
-            if copy.requires_grad and self._forward.is_compiled:
-                self._given.append(copy)
-            return copy
+            if id(value) not in made:
+                copy = value.detach().clone()
+                made[id(value)] = AsResult.apply(self._anchor, copy) if value.requires_grad else copy
+            return made[id(value)]
 
-        self._given = []
         args, kwargs = tree_map(copied, (self._args, self._kwargs))
+        made.clear()
         output = functional_call(self._bare, self._parameters, args, kwargs)
         return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
@@ -249,11 +262,11 @@ class _Trial:
         if edges:
             ones = [torch.ones((), device=self._device, dtype=dtype).expand(shape) for _, shape, dtype in edges]
             ends = [edge for edge, _, _ in edges]
+            # Not beyond the block: what it reads by other ways than its arguments has a graph of the step.
             if self._forward.is_compiled:
-                torch.autograd.grad(ends, [*self._own, *self._given], ones, allow_unused=True)
-                self._given = []
+                torch.autograd.grad(ends, self._leaves, ones, allow_unused=True)
             else:
-                torch.autograd.backward(ends, ones)
+                torch.autograd.backward(ends, ones, inputs=self._leaves)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

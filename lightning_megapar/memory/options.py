@@ -36,7 +36,7 @@ class RecomputeConfig:
     """
 
     mode: str = AUTO
-    budget_bytes: int | None = None
+    budget_bytes: int | float | None = None
     reserve: float = 0.1
     options: tuple[str, ...] = (ALL, NO_ATTENTION, PRODUCTS, INPUTS)
     blocks: tuple[str, ...] | None = None
@@ -57,6 +57,11 @@ class RecomputeConfig:
             )
         if isinstance(self.reserve, bool) or not isinstance(self.reserve, int | float) or not 0 <= self.reserve < 1:
             raise ConfigError(f"recompute: reserve={self.reserve!r}: expected 0 <= reserve < 1 (nearest valid: 0, 0.9)")
+        if not isinstance(self.options, str | list | tuple) or not isinstance(self.blocks, str | list | tuple | None):
+            raise ConfigError(
+                f"recompute: options={self.options!r} and blocks={self.blocks!r}: expected lists of names, such as "
+                "options=['all', 'inputs'] and blocks=['model.layers'] (or null)"
+            )
         options = (self.options,) if isinstance(self.options, str) else tuple(self.options)
         for option in options:
             if option not in OPTIONS:

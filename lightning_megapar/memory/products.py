@@ -83,6 +83,40 @@ class Using(TorchDispatchMode):
         return tree_map(_alias, output)
 
 
+class Checking(TorchDispatchMode):
+    """Around a run that does not count: whether results of products are written into, also by views.
+
+    Raises:
+        ProductsChangedError: at its end.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._results: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            self._results += [(leaf, leaf.clone()) for leaf in leaves]
+        return output
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is None and any(not _alike(result, copy) for result, copy in self._results):
+            raise ProductsChangedError(
+                "the result of a product is written into (an operation in place behind a linear layer, a convolution, "
+                "attention or within a recurrent layer): such a block cannot keep 'products'; use other options of "
+                "recompute"
+            )
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
 def products_kept() -> tuple[Keeping, Using]:
     """Contexts of a first run and of those that follow, as ``torch.utils.checkpoint`` takes them."""
     kept = _Kept()

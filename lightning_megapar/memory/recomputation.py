@@ -149,7 +149,7 @@ class Recomputation:
         """Behind a training step."""
         for name, forward in self._forwards.items():
             forward.measure = None
-            if forward.most_elements > self._sizes.get(name, forward.most_elements):
+            if self._sizes and forward.most_elements > self._sizes.get(name, 0):
                 self._is_due = True
         if self._is_due and self.chosen is not None:
             self._measures.clear()

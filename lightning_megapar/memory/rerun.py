@@ -9,23 +9,28 @@ that is needed. The second run has to see what the first one saw, and must leave
 * **Buffers** that a forward changes (running statistics, spectral norms) are those of the first run's beginning.
 * **Attributes** that a forward sets (counters, a tensor that somebody looks at later), and what lists, dicts and
   objects of the module's own hold, are put back.
-* **Arguments**: tensors that a forward writes into are handed over as copies; lists, dicts and objects (a cache of keys
-  and values, a dict that all blocks share) are those very objects, with what they held at first.
+* **Arguments** are those very tensors and objects; the second run writes into copies of tensors as they were, and
+  finds lists, dicts and objects (a cache of keys and values, a dict that blocks share) with what they held at first.
 
-Which of these a module needs is found out in its first call; what it does not need costs nothing afterwards.
+Which of these a module needs is found out before its first call, by a run that does not count; what it does not need
+costs nothing afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from lightning_megapar.config import ConfigError
 from lightning_megapar.generators import generator_states, own_generators, set_generator_states, set_state_of, state_of
 from lightning_megapar.memory.arena import Arena
 from lightning_megapar.memory.contents import Contents
@@ -44,13 +49,13 @@ class Rerun:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._is_known = False
-        """Whether a first call has shown what follows."""
+        """Whether a call has shown what follows."""
         self._writes: frozenset[int] = frozenset()
         """Numbers of the tensors among the arguments that the forward writes into."""
         self._changing: list[tuple[nn.Module, str]] = []
         """Buffers that the forward changes: owner and name."""
-        self._generators: list[tuple[nn.Module, str]] = []
-        """Generators that the module owns."""
+        self.has_generators = False
+        """Whether the module owns generators."""
 
     def __call__(
         self,
@@ -67,38 +72,92 @@ class Rerun:
             args, kwargs: any nest; tensors in it get gradients as ever.
             contexts: around the first and the second run.
             arena: where copies of the arguments that get gradients are kept; without one they are kept themselves.
+
+        Raises:
+            ConfigError: see :meth:`learn`.
+        """
+        if not self._is_known:
+            self.learn(forward, args, kwargs)
+        tensors: list[Tensor] = []
+        shape = _taken_out((args, tuple(kwargs.values())), tensors)
+        objects = [value for value in _leaves(shape) if not isinstance(value, _Place)]
+        # What the forward writes into is seen by the caller; the second run writes into a copy of what was there.
+        written = {number: tensors[number] for number in self._writes if number < len(tensors)}
+        kept = {number: (tensor.detach().clone(), tensor.requires_grad) for number, tensor in written.items()}
+        passed = [tensor for number, tensor in enumerate(tensors) if number not in written]
+        count, names = len(tensors), tuple(kwargs)
+        del tensors
+        beginning: list[_Beginning] = []
+
+        def run(*passed: Tensor) -> Any:
+            others = iter(passed)
+            if beginning:
+                given = [_apart(*kept[n]) if n in kept else next(others) for n in range(count)]
+            else:
+                given = [written.pop(n) if n in kept else next(others) for n in range(count)]
+            here, values = _put_in(shape, given)
+            if beginning:
+                with allowed_kernels(beginning[0].kernels), beginning[0].again():
+                    return forward(*here, **dict(zip(names, values)))
+            beginning.append(_Beginning(self, objects, self._changing))
+            versions = [_version(tensor) for tensor in given]
+            output = forward(*here, **dict(zip(names, values)))
+            self._writes |= _changed(versions, given)
+            beginning[0].settle()
+            return output
+
+        with nullcontext() if arena is None else saved_tensors_hooks(partial(_copied_to, arena), _as_it_is):
+            return checkpoint(run, *passed, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+    def learn(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """Find out by a run that does not count what the forward changes.
+
+        Args:
+            forward, args, kwargs: of a call.
+            within: made and entered around the run.
+
+        Raises:
+            ConfigError: it changes in place what could not be set back: a tensor or array among the module's
+                attributes, or a tensor inside of a list, dict or object among the arguments.
         """
         tensors: list[Tensor] = []
         shape = _taken_out((args, tuple(kwargs.values())), tensors)
         objects = [value for value in _leaves(shape) if not isinstance(value, _Place)]
-        if not self._is_known:
-            self._generators = own_generators(self.module)
-        beginning: list[_Beginning] = []
-        copied = self._writes if self._is_known else range(len(tensors))
-
-        def run(*tensors: Tensor) -> Any:
-            given = [tensor.clone() if number in copied else tensor for number, tensor in enumerate(tensors)]
-            here, values = _put_in(shape, given)
-            named = dict(zip(kwargs, values))
-            if beginning:
-                with allowed_kernels(beginning[0].kernels), beginning[0].again():
-                    return forward(*here, **named)
-            beginning.append(_Beginning(self, objects))
+        self.has_generators = bool(own_generators(self.module))
+        every = [(child, name) for child in self.module.modules() for name in child._buffers]
+        begin = _Beginning(self, objects, every)
+        fixed = _Fixed(self.module, objects)
+        with torch.enable_grad(), begin.again():
+            given = [_apart(tensor.detach().clone(), tensor.requires_grad) for tensor in tensors]
             versions = [_version(tensor) for tensor in given]
-            output = forward(*here, **named)
-            now = [_version(tensor) for tensor in given]
-            self._writes |= frozenset(number for number, pair in enumerate(zip(versions, now)) if pair[0] != pair[1])
-            self._changing = beginning[0].settle()
-            self._is_known = True
-            return output
-
-        with nullcontext() if arena is None else saved_tensors_hooks(partial(_copied_to, arena), _as_it_is):
-            return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+            swapped = [(child, name, child._buffers.get(name)) for child, name in every]
+            counted = [_version(buffer) for _, _, buffer in swapped]
+            here, values = _put_in(shape, given)
+            with within():
+                forward(*here, **dict(zip(kwargs, values)))
+            self._writes |= _changed(versions, given)
+            touched = {
+                id(child)
+                for (child, name, buffer), version, copy in zip(swapped, counted, begin.copies())
+                if child._buffers.get(name) is not buffer or _version(buffer) != version or _differ(copy, buffer)
+            }
+            # Statistics that are frozen now may be gathered later on.
+            moving = {id(child) for child, name in every if name.startswith("running_")}
+            self._changing = [(child, name) for child, name in every if id(child) in touched | moving]
+        fixed.refuse()
+        self._is_known = True
 
 
 def _copied_to(arena: Arena, tensor: Tensor) -> Tensor:
     # What needs no gradient (a mask, a table) is mostly shared by all blocks.
-    return arena.clone(tensor) if tensor.requires_grad else tensor
+    # With gaps a copy would lie otherwise, and other kernels be taken.
+    return arena.clone(tensor) if tensor.requires_grad and tensor.is_contiguous() else tensor
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -111,28 +170,36 @@ class _Beginning:
     Args:
         rerun: whose.
         objects: arguments that are no tensors.
+        changing: buffers that it changes: owner and name.
     """
 
-    def __init__(self, rerun: Rerun, objects: Sequence[Any]) -> None:
+    def __init__(self, rerun: Rerun, objects: Sequence[Any], changing: Sequence[tuple[nn.Module, str]]) -> None:
         self._module = module = rerun.module
-        changing = rerun._changing if rerun._is_known else None
-        self._looks = changing is None
-        named = [(child, name) for child in module.modules() for name in child._buffers]
-        self._versions = [(child, name, _version(child._buffers[name])) for child, name in named]
-        kept = named if changing is None else changing
-        self._buffers = [(child, name, _copy(child._buffers.get(name))) for child, name in kept]
+        known = {(id(child), name) for child, name in changing}
+        self._versions = [
+            (child, name, _version(buffer))
+            for child in module.modules()
+            for name, buffer in child._buffers.items()
+            if (id(child), name) not in known
+        ]
+        self._buffers = [(child, name, _copy(child._buffers.get(name))) for child, name in changing]
+        self._held = [(child._buffers, dict(child._buffers)) for child in module.modules() if child._buffers]
         self._arguments: Contents | None = Contents(objects)
         self._attributes = [(vars(child), dict(vars(child))) for child in module.modules()]
         self._contents: Contents | None = _contents_of(attributes for _, attributes in self._attributes)
         self.kernels = attention_kernels()
         self._states: Any = generator_states()
-        self._own = [(child, name, state_of(vars(child)[name])) for child, name in rerun._generators]
+        self._own = [(one, state_of(one)) for one in own_generators(module)] if rerun.has_generators else []
 
-    def settle(self) -> list[tuple[nn.Module, str]]:
+    def copies(self) -> list[Tensor | None]:
+        """Of the buffers that are changed, in their order."""
+        return [copy for _, _, copy in self._buffers]
+
+    def settle(self) -> None:
         """The first run is over: let go of what it did not use.
 
-        Returns:
-            the buffers that it has changed, or that lie beside one that it has, and those that were known already.
+        Raises:
+            RuntimeError: a buffer was changed in place that no call before has changed.
         """
         if generator_states() == self._states:
             self._states = None
@@ -141,22 +208,18 @@ class _Beginning:
         if self._contents is not None and not self._contents.have_changed():
             self._contents = None
         self._attributes = [(now, before) for now, before in self._attributes if _differing(now, before)]
-        self._own = [one for one in self._own if state_of(vars(one[0])[one[1]]) != one[2]]
-        bumped = {id(child) for child, name, version in self._versions if _version(child._buffers.get(name)) != version}
-        changing = [(child, name) for child, name, _ in self._versions if id(child) in bumped]
-        if self._looks:
-            # Kernels change running statistics without counting it as a version.
-            self._buffers = [
-                (child, name, copy)
-                for child, name, copy in self._buffers
-                if id(child) in bumped or _differ(copy, child._buffers.get(name))
-            ]
-        known = {(id(child), name) for child, name, _ in self._buffers}
+        self._own = [(one, state) for one, state in self._own if state_of(one) != state]
+        self._held = [(now, before) for now, before in self._held if _differing(now, before)]
+        for child, name, version in self._versions:
+            if name in child._buffers and _version(child._buffers[name]) not in (version, -1) and version >= 0:
+                rebound = any(now is child._buffers for now, _ in self._held)
+                if not rebound:
+                    raise RuntimeError(
+                        f"recompute: the buffer {name!r} of a {type(child).__name__} is changed in place by this call "
+                        "and was not by the first one, so that what it was is lost for the backward. Change it in "
+                        "every call (by zero, if need be), bind a new tensor to it, or use recompute='none'"
+                    )
         self._versions = []
-        return [
-            *((child, name) for child, name, _ in self._buffers),
-            *((child, name) for child, name in changing if (id(child), name) not in known),
-        ]
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -165,12 +228,14 @@ class _Beginning:
         contents = _contents_of(attributes for _, attributes, _ in children)
         arguments = None if self._arguments is None else self._arguments.now()
         outside = None if self._states is None else generator_states()
-        own = [(generator := vars(child)[name], state_of(generator), state) for child, name, state in self._own]
+        own = [(generator, state_of(generator), state) for generator, state in self._own]
         try:
             if self._states is not None:
                 set_generator_states(self._states)
             for generator, _, state in own:
                 set_state_of(generator, state)
+            for now, before in self._held:
+                _put_back(now, before)
             for child, name, copy in self._buffers:
                 child._buffers[name] = _copy(copy)
             for now, before in self._attributes:
@@ -199,9 +264,71 @@ class _Place:
         self.number = number
 
 
+class _Fixed:
+    """Tensors and arrays that can only be looked at: those of a module's attributes, and those inside of arguments.
+
+    Args:
+        module: whose attributes.
+        objects: arguments that are no tensors.
+    """
+
+    def __init__(self, module: nn.Module, objects: Sequence[Any]) -> None:
+        self._name = type(module).__name__
+        found = [
+            (f"its attribute {name!r}", value)
+            for child in module.modules()
+            for name, value in vars(child).items()
+            if name not in _OF_EVERY_MODULE
+        ]
+        found += [("a tensor inside of its arguments", leaf) for leaf in tree_leaves(list(objects))]
+        self._tensors = [(where, one, _version(one)) for where, one in found if isinstance(one, Tensor)]
+        self._arrays = [(where, one, one.copy()) for where, one in found if isinstance(one, numpy.ndarray)]
+
+    def refuse(self) -> None:
+        """Raise :class:`ConfigError` if one of them has been changed in place since."""
+        changed = [where for where, one, version in self._tensors if _version(one) != version]
+        changed += [where for where, one, copy in self._arrays if not numpy.array_equal(one, copy)]
+        if changed:
+            raise ConfigError(
+                f"recompute: the forward of a {self._name} changes {changed[0]} in place, which could not be set back "
+                "for a second run; let it be a buffer (register_buffer) or an argument of its own, or use "
+                "recompute='none'"
+            )
+
+
+def _changed(versions: list[int], tensors: list[Tensor]) -> frozenset[int]:
+    return frozenset(n for n, (version, one) in enumerate(zip(versions, tensors)) if _version(one) != version)
+
+
+def _apart(copy: Tensor, requires_grad: bool) -> Tensor:
+    """A copy that may be written into, and gets a gradient like the tensor that it is of."""
+    if not requires_grad:
+        return copy.clone()
+    result: Tensor = AsResult.apply(torch.zeros((), device=copy.device, requires_grad=True), copy.clone())
+    return result
+
+
+class AsResult(torch.autograd.Function):
+    """Makes a tensor the result of an operation, whose gradient goes nowhere: no leaf, which nobody may write into."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        ctx.anchor = anchor.dtype, anchor.device
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        dtype, device = ctx.anchor
+        return torch.zeros((), dtype=dtype, device=device), None
+
+
 def _taken_out(nest: Any, tensors: list[Tensor]) -> Any:
-    """The nest without its tensors, which are appended. Lists and dicts are objects that may be shared: left alone."""
+    """The nest without its tensors, which are appended, each once. Lists and dicts may be shared: left alone."""
     if isinstance(nest, Tensor):
+        for number, known in enumerate(tensors):
+            if known is nest:
+                return _Place(number)
         tensors.append(nest)
         return _Place(len(tensors) - 1)
     if type(nest) is tuple:

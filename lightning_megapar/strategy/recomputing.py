@@ -265,7 +265,8 @@ class RecomputePlanner:
 
     def _try(self, updates: int) -> None:
         held = held_by(self._schedule(), self._mesh.coordinate("pipeline"))
-        budget = self.recomputation.config.budget_bytes
+        given = self.recomputation.config.budget_bytes
+        budget = None if given is None else int(given)
         if budget is None:
             if self._watched_at is None:  # the step that measured has taken more than others do
                 self._watched_at = updates

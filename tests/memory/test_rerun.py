@@ -17,6 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_megapar.config import ConfigError
 from lightning_megapar.generators import generator_states
 from lightning_megapar.memory.blocks import OPTIONS, choose_for, forward_of
+from lightning_megapar.memory.measure import measure_block
+from lightning_megapar.memory.products import ProductsChangedError
 from lightning_megapar.models.gpt import GPT, GPTConfig
 
 AGAIN = ("no_attention", "products", "inputs")
@@ -316,3 +318,120 @@ def test_attention_takes_the_kernel_that_it_took(option: str, is_marked: bool) -
         assert torch.backends.cuda.flash_sdp_enabled()
         found.append([parameter.grad for parameter in model.parameters()])
     assert same(found[0], found[1])
+
+
+class Sums(Plain):
+    """Adds its result to an argument in place, where the caller sees it."""
+
+    def forward(self, x: Tensor, total: Tensor) -> Tensor:  # type: ignore[override]
+        y = torch.sin(self.linear(x))
+        total += y
+        return y
+
+
+class Same(Plain):
+    """Looks whether two arguments are one tensor."""
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.sin(self.linear(x)) * (2.0 if x is other else 1.0)
+
+
+@pytest.mark.parametrize("option", ["products", "inputs"])
+@pytest.mark.parametrize("make", [Sums, Same])
+def test_arguments_are_the_caller_s_own(make: type[Plain], option: str) -> None:
+    found = []
+    for choice in (None, option):
+        torch.manual_seed(0)
+        blocks = [make(), make()]
+        if choice is not None:
+            choose_for([(str(number), block) for number, block in enumerate(blocks)], choice)
+        x, total = torch.randn(3, 6, requires_grad=True), torch.zeros(3, 6)
+        h = x * 1.0
+        for block in blocks:
+            h = block(h, total if make is Sums else h)
+        (h.sum() + total.square().sum()).backward()
+        found.append([x.grad, total, *(parameter.grad for block in blocks for parameter in block.parameters())])
+    assert same(found[0], found[1])
+
+
+class Listed(Plain):
+    def forward(self, xs: list[Tensor]) -> Tensor:  # type: ignore[override]
+        xs[0].mul_(0.9)
+        return torch.sin(self.linear(xs[0]))
+
+
+class Counts(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += 1
+        return torch.sin(self.linear(x)) * self.number
+
+
+@pytest.mark.parametrize("make", [Listed, Counts])
+def test_what_could_not_be_set_back_is_refused(make: type[Plain]) -> None:
+    block = make()
+    choose_for([("0", block)], "inputs")
+    x = torch.randn(3, 6)
+    with pytest.raises(ConfigError, match=f"the forward of a {make.__name__} changes .* in place"):
+        block([x] if make is Listed else x)
+
+
+def test_statistics_that_are_frozen_at_first() -> None:
+    found = []
+    for choice in (None, "inputs"):
+        torch.manual_seed(0)
+        block = Statistics()
+        if choice is not None:
+            choose_for([("0", block)], choice)
+        for step in range(4):
+            block.norm.train(step >= 2)
+            block(torch.randn(5, 6)).square().sum().backward()
+        found.append([*block.buffers(), *(parameter.grad for parameter in block.parameters())])
+    assert same(found[0], found[1])
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_products_that_are_written_into_are_not_kept(kind: type[nn.RNNBase]) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = kind(6, 6, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0]
+
+    block = Recurrent()
+    (forward,) = choose_for([("0", block)], "products")
+    with pytest.raises(ProductsChangedError):
+        block(torch.randn(2, 4, 6, requires_grad=True))
+    x = torch.randn(2, 4, 6, requires_grad=True)
+    assert "products" not in measure_block(forward, (x,), {}, torch.device("cpu")).costs.saved_bytes
+
+
+class Reads(nn.Module):
+    """Works in place at once, draws from a generator of its own, and reads what has a graph of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.tools = {"generator": torch.Generator().manual_seed(3)}
+        self.bias: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(torch.relu_(x)) + self.bias
+        return torch.sin(y * torch.rand(y.shape, generator=self.tools["generator"]))
+
+
+def test_measuring_stays_within_the_block() -> None:
+    block = Reads()
+    (forward,) = choose_for([("0", block)], "inputs")
+    base = torch.randn(6, requires_grad=True)
+    block.bias = torch.sin(base)
+    state = block.tools["generator"].get_state()
+    measure_block(forward, (torch.randn(3, 6, requires_grad=True),), {}, torch.device("cpu"))
+    assert torch.equal(block.tools["generator"].get_state(), state)
+    block(torch.randn(3, 6)).sum().backward()  # through the graph that the bias has
+    assert base.grad is not None
