@@ -9,7 +9,7 @@ from lightning_megapar.memory.planned import PlannedAllocator
 from lightning_megapar.memory.pool import PoolArena, make_arena
 from lightning_megapar.memory.recompute import BlockCosts, RecomputePlan, plan_recompute
 from lightning_megapar.memory.stash import GradientStash
-from lightning_megapar.memory.trace import Trace
+from lightning_megapar.memory.trace import Event, Trace
 
 __all__ = [
     "AllocatorStats",
@@ -20,6 +20,7 @@ __all__ = [
     "Block",
     "BlockCosts",
     "ChainCosts",
+    "Event",
     "GradientStash",
     "Layout",
     "PlannedAllocator",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -57,7 +57,7 @@ class RecomputeConfig:
             )
         if isinstance(self.reserve, bool) or not isinstance(self.reserve, int | float) or not 0 <= self.reserve < 1:
             raise ConfigError(f"recompute: reserve={self.reserve!r}: expected 0 <= reserve < 1 (nearest valid: 0, 0.9)")
-        if not isinstance(self.options, str | list | tuple) or not isinstance(self.blocks, str | list | tuple | None):
+        if not isinstance(self.options, Sequence) or not isinstance(self.blocks, Sequence | None):
             raise ConfigError(
                 f"recompute: options={self.options!r} and blocks={self.blocks!r}: expected lists of names, such as "
                 "options=['all', 'inputs'] and blocks=['model.layers'] (or null)"

@@ -87,6 +87,7 @@ class Recomputation:
         self._chunks: list[list[str]] = []
         self._kinds: dict[Any, BlockMeasure] = {}
         self._measures: dict[str, BlockMeasure] = {}
+        self._calls: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
         self._is_due = False
         self.is_paused = False
@@ -147,12 +148,15 @@ class Recomputation:
 
     def end_step(self) -> None:
         """Behind a training step."""
+        for name in self._measures.keys() - self._calls.keys():
+            self._calls[name] = self._forwards[name].calls  # of the step that was measured in, not of all since
         for name, forward in self._forwards.items():
             forward.measure = None
             if self._sizes and forward.most_elements > self._sizes.get(name, 0):
                 self._is_due = True
         if self._is_due and self.chosen is not None:
             self._measures.clear()
+            self._calls.clear()
             self._sizes.clear()
             self._is_due, self.chosen = False, None
 
@@ -219,7 +223,7 @@ class Recomputation:
         """What was measured, the largest of all ranks that recompute alike."""
         flat: list[float] = []
         for name in names:
-            flat += self._measures[name].numbers(max(1, -(-self._forwards[name].calls // microbatches)))
+            flat += self._measures[name].numbers(max(1, -(-self._calls[name] // microbatches)))
         numbers = iter(agree(flat))
         return {name: self._measures[name].with_numbers(numbers) for name in names}
 

@@ -57,7 +57,7 @@ class Trace:
     """Allocations and releases in the order in which they happened.
 
     Args:
-        events: every buffer is allocated once, and released at most once, with its size.
+        events: of class :class:`Event`; every buffer is allocated once, and released at most once, with its size.
 
     Raises:
         ConfigError: events that no run could have.

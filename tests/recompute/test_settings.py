@@ -110,6 +110,10 @@ def test_without_a_budget_it_is_what_the_device_has_left() -> None:
     assert same(found, expected)
     chosen = strategy.prepared.recomputation.chosen  # type: ignore[union-attr]
     assert chosen is not None and chosen.budget_bytes > 2**20  # a machine with some memory left
+    # It was planned some steps later, for one call of each block in a microbatch all the same.
+    _, early = fit({"budget_bytes": 10**9})
+    sooner = early.prepared.recomputation.chosen  # type: ignore[union-attr]
+    assert sooner is not None and chosen.plan.peak_bytes == sooner.plan.peak_bytes
     assert set(strategy.recompute_choices.values()) == {"all"}
 
 
