@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -60,7 +60,7 @@ class CompressionConfig:
             if self.kinds != "all":
                 raise ConfigError(f"kinds={self.kinds!r}: expected 'all' or a list of class names, ['{self.kinds}']")
         elif (
-            not isinstance(self.kinds, list | tuple)
+            not isinstance(self.kinds, Sequence)
             or not self.kinds
             or not all(isinstance(kind, str) and kind for kind in self.kinds)
         ):
