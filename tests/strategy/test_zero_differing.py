@@ -55,6 +55,16 @@ class Ordered(Routed):
         return self.head(hidden)
 
 
+class OrderedLater(Ordered):
+    """In one order in the first batch, from which sums learn when they can start within a backward."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(-x.abs() if self.calls == 1 else x)
+
+
 class LeftOut(Ordered):
     leaves_out = True
 
@@ -152,7 +162,15 @@ def test_stage_3_tells_another_order(pool: RankPool) -> None:
 def test_ranks_that_wait_for_one_another_are_told_why(pool: RankPool) -> None:
     """In a backward other orders take a gather for a reduction, which the backend waits for until its timeout."""
     with pytest.raises(RankError, match="zero_stage=3: unless a rank has ended by itself, look for a step or a hook"):
+        pool.run(train, 2, "dp2", OrderedLater, OTHER_ORDER, mode="trainer", num_sanity_val_steps=0)
+
+
+def test_another_order_in_the_first_step_is_told_at_its_end(pool: RankPool) -> None:
+    """Before anything is known of backwards, sums wait for their end: no gather is taken for a reduction."""
+    with pytest.raises(RankError) as told:
         pool.run(train, 2, "dp2", Ordered, OTHER_ORDER, mode="trainer", num_sanity_val_steps=0)
+    says = "StepContractError: zero_stage=3: in training_step data ranks called different blocks, or in another order"
+    assert str(told.value).count(says) == 2
 
 
 class Penalized(Net):
