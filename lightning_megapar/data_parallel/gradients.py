@@ -20,7 +20,7 @@ from lightning_megapar.data_parallel.parameters import (
     set_local_gradient,
     trainable,
 )
-from lightning_megapar.memory.trace import communicating
+from lightning_megapar.marks import communicating
 from lightning_megapar.mesh import ParallelMesh
 
 BUCKET_BYTES = 25 * 1024 * 1024

@@ -21,7 +21,7 @@ from typing import Any
 from torch._C._profiler import _EventType
 from torch.profiler import profile
 
-from lightning_megapar.memory.trace import COMMUNICATION
+from lightning_megapar.marks import COMMUNICATION
 
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
 ACTIVATIONS, MESSAGES, TEMPORARY = "activations", "communication", "temporary"

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._C._profiler import _EventType
-from torch.profiler import profile, record_function
+from torch.profiler import profile
 
 from lightning_megapar.config import ConfigError
 
 _FORMAT = "lightning_megapar memory trace 1"
-COMMUNICATION = "lightning_megapar: communication"
-"""In profiles, the range in which memory is allocated for what is sent or received."""
-
-
-def communicating() -> AbstractContextManager[Any]:
-    """Around allocations for what is sent or received; costs nothing where no profiler runs."""
-    return record_function(COMMUNICATION) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megapar.config import ConfigError
+from lightning_megapar.marks import communicating
 from lightning_megapar.memory.recorder import StepRecorder, recorded_step, storages
 from lightning_megapar.memory.saved import SavedBytes
 from lightning_megapar.memory.timeline import (
@@ -28,7 +29,6 @@ from lightning_megapar.memory.timeline import (
     UPDATE,
     Timeline,
 )
-from lightning_megapar.memory.trace import communicating
 from lightning_megapar.models.gpt import GPT, GPTConfig
 
 CPU = torch.device("cpu")

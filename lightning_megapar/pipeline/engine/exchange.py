@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megapar.memory import Arena
-from lightning_megapar.memory.trace import communicating
+from lightning_megapar.marks import communicating
+from lightning_megapar.memory.arena import Arena
 from lightning_megapar.pipeline.nest import flatten, map_leaves, unflatten
 
 ALIGNMENT = 16

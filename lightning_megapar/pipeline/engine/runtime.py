@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megapar.memory import Arena
+from lightning_megapar.memory.arena import Arena
 from lightning_megapar.mesh import ParallelMesh, new_group
 from lightning_megapar.pipeline.engine.exchange import (
     BoundaryReceiver,
