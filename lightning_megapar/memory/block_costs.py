@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_megapar.memory.blocks import ALL, BlockForward, choose_for, forward_of
-from lightning_megapar.memory.measure import BlockMeasure, Postponed, measure_block
-from lightning_megapar.memory.recomputation import kind_of
+from lightning_megapar.memory.kinds import KindMeasures, StateKept
+from lightning_megapar.memory.measure import BlockMeasure, Postponed
 from lightning_megapar.memory.saved import Left, SavedBytes
 
 
@@ -34,7 +34,7 @@ class BlockCostsWatch:
         module: nn.Module,
         blocks: Mapping[str, nn.Module],
         device: torch.device,
-        state_kept: Callable[[nn.Module], AbstractContextManager[Any]],
+        state_kept: StateKept,
         postponed: Postponed | None = None,
         known: Mapping[str, BlockMeasure] | None = None,
     ) -> None:
@@ -44,10 +44,10 @@ class BlockCostsWatch:
         """How often each block was called."""
         self.outside_bytes = 0
         """The most that autograd kept at once outside of blocks."""
-        self._module, self._blocks, self._device = module, blocks, device
-        self._state_kept, self._postponed = state_kept, postponed
-        self._kinds: dict[Any, BlockMeasure] = {}
+        self._module, self._blocks = module, blocks
+        self._kinds = KindMeasures(device, state_kept, postponed)
         self._forwards: dict[str, BlockForward] = {}
+        self._asked: list[BlockForward] = []
         self._added: list[BlockForward] = []
         self._outside: _Outside | None = None
 
@@ -61,7 +61,8 @@ class BlockCostsWatch:
             forward.calls = 0
             self._forwards[name] = forward
             if not forward.is_compiled and name not in self.measures:
-                forward.measure = _Measuring(self, name)
+                forward.measure = partial(self._note, name)
+                self._asked.append(forward)
         self._outside = _Outside(self._module, set(self._blocks))
         self._outside.__enter__()
 
@@ -70,33 +71,17 @@ class BlockCostsWatch:
         if self._outside is not None:
             self._outside.__exit__(None, None, None)
             self.outside_bytes = self._outside.peak_bytes
+        for forward in self._asked:
+            forward.measure = None
         for name, forward in self._forwards.items():
-            if isinstance(forward.measure, _Measuring):
-                forward.measure = None
             self.calls[name] = forward.calls
         for forward in self._added:
             forward.remove()
-        self._added, self._forwards, self._outside = [], {}, None
+        self._asked, self._added, self._forwards, self._outside = [], [], {}, None
 
-    def note(self, name: str, forward: BlockForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note(self, name: str, forward: BlockForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A block is called for the first time."""
-        kind = kind_of(forward.block, args, kwargs)
-        if kind not in self._kinds:
-            with self._state_kept(forward.block):
-                self._kinds[kind] = measure_block(forward, args, kwargs, self._device, postponed=self._postponed)
-        self.measures[name] = self._kinds[kind]
-
-    def in_chunks(self, chunks: Sequence[Sequence[str]]) -> list[list[str]]:
-        """Names of the measured blocks of each chunk, in the order of their first calls."""
-        return [[name for name in self.measures if name in set(chunk)] for chunk in chunks]
-
-
-class _Measuring:
-    def __init__(self, owner: BlockCostsWatch, name: str) -> None:
-        self._owner, self._name = owner, name
-
-    def __call__(self, forward: BlockForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._owner.note(self._name, forward, args, kwargs)
+        self.measures[name] = self._kinds.of(forward, args, kwargs)
 
 
 class _Outside(SavedBytes):

@@ -43,14 +43,13 @@ class BlockForward:
 
     Args:
         block: whose.
-        option: at first.
     """
 
-    def __init__(self, block: nn.Module, option: str = ALL) -> None:
+    def __init__(self, block: nn.Module) -> None:
         self.block = block
-        self.option = option
-        self.measure: Any = None
-        """Is called instead, once, with the block's arguments, when there is one."""
+        self.option = ALL
+        self.measure: Callable[[BlockForward, tuple[Any, ...], dict[str, Any]], None] | None = None
+        """Is called before the next call with gradients, with this and the call's arguments, and is ``None`` then."""
         self.offload: OffloadSaved | None = None
         """Moves what is kept to the host; shared by the blocks of a rank."""
         self.place = 0
@@ -65,7 +64,7 @@ class BlockForward:
         self._compiled: Any = block._compiled_call_impl
         self._rerun = Rerun(block)
         self._was_called = False
-        self._products_last = False
+        self._keeps_products = False
         """Whether results of products are known to stay as they are."""
         self._parts = _core_attentions(block)
         self._looks = not self._parts and not self.is_compiled
@@ -124,9 +123,9 @@ class BlockForward:
             self.offload = self.offload or OffloadSaved(self.block)
             with self.offload.block(self.place, module=self.block):
                 return self.plain(*args, **kwargs)
-        if option == PRODUCTS and not self._products_last:
+        if option == PRODUCTS and not self._keeps_products:
             self._rerun.learn(self.plain, args, kwargs, Checking)
-            self._products_last = True
+            self._keeps_products = True
         if option in (INPUTS, PRODUCTS):
             contexts = products_kept if option == PRODUCTS else noop_context_fn
             return self._rerun(self.plain, args, kwargs, contexts, self.arena)

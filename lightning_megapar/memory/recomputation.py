@@ -8,20 +8,20 @@ Without a budget that is given, planning waits for an optimizer step: what the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from lightning_megapar.config import ConfigError
 from lightning_megapar.memory.arena import Arena
 from lightning_megapar.memory.blocks import ALL, INPUTS, OFFLOAD, BlockForward, choose_for, elements_of
 from lightning_megapar.memory.chain import ChainCosts
-from lightning_megapar.memory.measure import BlockMeasure, Postponed, measure_block
+from lightning_megapar.memory.kinds import KindMeasures, StateKept
+from lightning_megapar.memory.measure import BlockMeasure, Postponed
 from lightning_megapar.memory.moments import Moment, peak_of, plan_for_all
 from lightning_megapar.memory.offload import OffloadSaved
 from lightning_megapar.memory.options import MODES, RecomputeConfig
@@ -75,55 +75,39 @@ class Recomputation:
 
     Args:
         config: what the user wants.
-        blocks: names and modules, on this rank.
+        chunks: name -> block, of each chunk of this rank.
         device: where they compute.
+        state_kept: leaves a module as it was around runs that do not count.
+        postponed: where weight gradients wait under schedules that split the backward.
+        arena: where kept inputs come from.
     """
 
-    def __init__(self, config: RecomputeConfig, blocks: Mapping[str, nn.Module], device: torch.device) -> None:
+    def __init__(
+        self,
+        config: RecomputeConfig,
+        chunks: Sequence[Mapping[str, nn.Module]],
+        device: torch.device,
+        state_kept: StateKept,
+        postponed: Postponed | None = None,
+        arena: Arena | None = None,
+    ) -> None:
         self.config = config
         self.chosen: ChosenPlan | None = None
         """The plan, when there is one."""
-        self._device = device
-        self._chunks: list[list[str]] = []
-        self._kinds: dict[Any, BlockMeasure] = {}
+        self.is_paused = False
+        """Whether calls of blocks are of no step, such as those of a rehearsal."""
+        self._chunks = [list(chunk) for chunk in chunks]
+        self._kinds = KindMeasures(device, state_kept, postponed, (ALL, INPUTS, *config.options))
         self._measures: dict[str, BlockMeasure] = {}
         self._calls: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
         self._is_due = False
-        self.is_paused = False
-        """Whether calls of blocks are of no step, such as those of a rehearsal."""
-        self._state_kept: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
-        self._postponed: Postponed | None = None
-        option = INPUTS if self.config.is_planned else MODES[self.config.mode]
-        self._forwards: dict[str, BlockForward] = dict(zip(blocks, choose_for(blocks.items(), option)))
-        offload = OffloadSaved() if OFFLOAD in self.config.options else None
+        option = INPUTS if config.is_planned else MODES[config.mode]
+        blocks = {name: block for chunk in chunks for name, block in chunk.items()}
+        self._forwards = dict(zip(blocks, choose_for(blocks.items(), option)))
+        offload = OffloadSaved() if OFFLOAD in config.options else None
         for place, forward in enumerate(self._forwards.values()):
-            forward.offload, forward.place = offload, place
-
-    def connect(
-        self,
-        chunks: Sequence[Iterable[str]],
-        state_kept: Callable[[nn.Module], AbstractContextManager[Any]],
-        postponed: Postponed | None = None,
-        arena: Arena | None = None,
-    ) -> None:
-        """Say what is needed for measurements.
-
-        Args:
-            chunks: names of the blocks of each chunk of this rank.
-            state_kept: leaves a module as it was around runs that do not count.
-            postponed: where weight gradients wait under schedules that split the backward.
-            arena: where kept inputs come from.
-        """
-        self._chunks = [[name for name in chunk if name in self._forwards] for chunk in chunks]
-        self._state_kept, self._postponed = state_kept, postponed
-        for forward in self._forwards.values():
-            forward.arena = arena
-
-    def remove(self) -> None:
-        """Give every block its own forward back."""
-        for forward in self._forwards.values():
-            forward.remove()
+            forward.offload, forward.place, forward.arena = offload, place, arena
 
     def choices(self) -> dict[str, str]:
         """The option of each block now."""
@@ -142,7 +126,7 @@ class Recomputation:
             for name, forward in self._forwards.items():
                 forward.option = INPUTS
                 forward.calls = 0
-                forward.measure = _Measuring(self, name)
+                forward.measure = partial(self._note, name)
         for forward in self._forwards.values():
             forward.most_elements = 0
 
@@ -161,7 +145,7 @@ class Recomputation:
             self._is_due, self.chosen = False, None
 
     @property
-    def is_waiting(self) -> bool:
+    def can_be_planned(self) -> bool:
         """Whether a plan can be made, and has not been."""
         return self.config.is_planned and self.chosen is None and bool(self._measures)
 
@@ -229,37 +213,9 @@ class Recomputation:
 
     def _note(self, name: str, forward: BlockForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A block's first call in a step that is measured in."""
-        assert self._state_kept is not None
-        kind = kind_of(forward.block, args, kwargs)
-        if kind not in self._kinds:
-            with self._state_kept(forward.block):
-                wanted = [one for one in forward.options() if one in {ALL, INPUTS, *self.config.options}]
-                self._kinds[kind] = measure_block(forward, args, kwargs, self._device, wanted, self._postponed)
-        self._measures[name] = self._kinds[kind]
+        if self.is_paused:
+            forward.measure = partial(self._note, name)
+            return
+        self._measures[name] = self._kinds.of(forward, args, kwargs)
         forward.calls = 1
         self._sizes[name] = elements_of(args, kwargs)
-
-
-def kind_of(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What blocks have in common that cost the same: classes, settings, shapes of parameters and arguments."""
-
-    def shape(value: Any) -> Any:
-        return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else type(value)
-
-    parts = tuple((type(part), part.training, part.extra_repr()) for part in block.modules())
-    parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
-    given = tuple(shape(value) for value in tree_leaves((args, kwargs)))
-    return parts, parameters, given
-
-
-class _Measuring:
-    """Called with a block's first arguments."""
-
-    def __init__(self, owner: Recomputation, name: str) -> None:
-        self._owner, self._name = owner, name
-
-    def __call__(self, forward: BlockForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._owner.is_paused:
-            forward.measure = self
-        else:
-            self._owner._note(self._name, forward, args, kwargs)

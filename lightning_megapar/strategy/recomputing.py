@@ -160,13 +160,11 @@ def keep_activations(
     compress_blocks(blocks, compression)
     if options.mode == "none":
         return None
-    recomputation = Recomputation(options, blocks, device)
-    chunks = [list(blocks)]
+    chunks = [blocks]
     if cut is not None:
-        chunks = [[name for name in blocks if name in chunk.local_modules] for chunk in cut.chunks]
-        chunks[0] += [name for name in blocks if not any(name in chunk for chunk in chunks)]
-    recomputation.connect(chunks, state_kept, postponed, arena)
-    return recomputation
+        chunks = [{n: block for n, block in blocks.items() if n in chunk.local_modules} for chunk in cut.chunks]
+        chunks[0] |= {n: block for n, block in blocks.items() if not any(n in chunk for chunk in chunks)}
+    return Recomputation(options, chunks, device, state_kept, postponed, arena)
 
 
 def made_arena(config: ParallelConfig, device: torch.device) -> Arena | None:
@@ -258,7 +256,7 @@ class RecomputePlanner:
         if self._is_open:
             self.recomputation.end_step()
             self._is_open = False
-        if self.recomputation.is_waiting:
+        if self.recomputation.can_be_planned:
             self._try(updates)
         self.recomputation.begin_step()
         self._is_open = True
@@ -278,6 +276,7 @@ class RecomputePlanner:
             least = self.recomputation.least_bytes(held, self._largest, self._num_microbatches)
             budget = least - int(self._largest([float(-spare)])[0])
         chosen = self.recomputation.plan(budget, held, self._largest, self._num_microbatches)
+        self._watched_at = None  # another plan begins with another look
         self._tell(chosen)
 
     def _largest(self, numbers: list[float]) -> list[float]:
