@@ -156,18 +156,16 @@ class _Trial:
         self._postponed = postponed
         self._objects = Contents([one for one in (*args, *kwargs.values()) if not isinstance(one, Tensor)])
         """What caches and the like among the arguments hold; each run starts with that."""
-        self._own: list[Tensor] = []
-        """Parameters, where they are the block's own."""
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._leaves: list[Tensor] = []
-        """Where gradients of the last call go."""
+        self._leaves: list[Tensor] = [self._anchor]
+        """Where gradients go: to the arguments, all of which hang on the anchor, and to parameters."""
         self.output_bytes = 0
         self._option = ALL
         self._bare = _Bare(forward.block, lambda *a, **k: forward.run(self._option, a, k))
         self._parameters: dict[str, Tensor] = {}
         if forward.is_compiled:
             # Other parameters would be other compiled code. Gradients of all are alive in the end: a few bytes more.
-            self._own = [parameter for parameter in forward.block.parameters() if parameter.requires_grad]
+            self._leaves += [parameter for parameter in forward.block.parameters() if parameter.requires_grad]
             return
         made: dict[int, Tensor] = {}
         for name, parameter in forward.block.named_parameters(remove_duplicate=False):
@@ -175,6 +173,7 @@ class _Trial:
                 leaf = made[id(parameter)] = parameter.detach().requires_grad_(parameter.requires_grad)
                 if leaf.requires_grad:
                     leaf.grad = torch.zeros_like(leaf)
+                    self._leaves.append(leaf)
             self._parameters[f"block.{name}"] = made[id(parameter)]
 
     def end(self) -> None:
@@ -234,12 +233,6 @@ class _Trial:
         """Results that gradients come to."""
         self._option = option
         self._objects.put_back()
-
-        self._leaves = [
-            self._anchor,
-            *self._own,
-            *{id(p): p for p in self._parameters.values() if p.requires_grad}.values(),
-        ]
         made: dict[int, Tensor] = {}
 
         def copied(value: Any) -> Any:

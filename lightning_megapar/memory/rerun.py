@@ -12,8 +12,10 @@ that is needed. The second run has to see what the first one saw, and must leave
 * **Arguments** are those very tensors and objects; the second run writes into copies of tensors as they were, and
   finds lists, dicts and objects (a cache of keys and values, a dict that blocks share) with what they held at first.
 
-Which of these a module needs is found out before its first call, by a run that does not count; what it does not need
-costs nothing afterwards.
+Of buffers and arguments it is found out before a module's first call, by a run that does not count, which ones change;
+small buffers are kept in any case, since statistics that are frozen at first may be gathered later on, and kernels
+change them without counting it. What a call has not used (no random number drawn, no attribute set) is let go of behind
+it.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from lightning_megapar.memory.contents import Contents
 from lightning_megapar.memory.kernels import allowed_kernels, attention_kernels
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_SMALL = 1 << 14
+"""Elements of a buffer up to which it is kept for the second run whether or not it has been seen to change."""
 
 
 class Rerun:
@@ -147,9 +151,11 @@ class Rerun:
                 for (child, name, buffer), version, copy in zip(swapped, counted, begin.copies())
                 if child._buffers.get(name) is not buffer or _version(buffer) != version or _differ(copy, buffer)
             }
-            # Statistics that are frozen now may be gathered later on.
-            moving = {id(child) for child, name in every if name.startswith("running_")}
-            self._changing = [(child, name) for child, name in every if id(child) in touched | moving]
+            self._changing = [
+                (child, name)
+                for child, name, buffer in swapped
+                if id(child) in touched or (buffer is not None and buffer.numel() <= _SMALL)
+            ]
         fixed.refuse()
         self._is_known = True
 
@@ -176,8 +182,8 @@ class _Beginning:
     def __init__(self, rerun: Rerun, objects: Sequence[Any], changing: Sequence[tuple[nn.Module, str]]) -> None:
         self._module = module = rerun.module
         known = {(id(child), name) for child, name in changing}
-        self._versions = [
-            (child, name, _version(buffer))
+        self._others = [
+            (child, name, buffer, _version(buffer))
             for child in module.modules()
             for name, buffer in child._buffers.items()
             if (id(child), name) not in known
@@ -199,7 +205,7 @@ class _Beginning:
         """The first run is over: let go of what it did not use.
 
         Raises:
-            RuntimeError: a buffer was changed in place that no call before has changed.
+            RuntimeError: a large buffer was changed in place that the first call has not changed.
         """
         if generator_states() == self._states:
             self._states = None
@@ -210,16 +216,14 @@ class _Beginning:
         self._attributes = [(now, before) for now, before in self._attributes if _differing(now, before)]
         self._own = [(one, state) for one, state in self._own if state_of(one) != state]
         self._held = [(now, before) for now, before in self._held if _differing(now, before)]
-        for child, name, version in self._versions:
-            if name in child._buffers and _version(child._buffers[name]) not in (version, -1) and version >= 0:
-                rebound = any(now is child._buffers for now, _ in self._held)
-                if not rebound:
-                    raise RuntimeError(
-                        f"recompute: the buffer {name!r} of a {type(child).__name__} is changed in place by this call "
-                        "and was not by the first one, so that what it was is lost for the backward. Change it in "
-                        "every call (by zero, if need be), bind a new tensor to it, or use recompute='none'"
-                    )
-        self._versions = []
+        for child, name, buffer, version in self._others:
+            if child._buffers.get(name) is buffer and _version(buffer) != version:
+                raise RuntimeError(
+                    f"recompute: the buffer {name!r} of a {type(child).__name__} is changed in place by this call and "
+                    "was not by the first one, so that what it was is lost for the backward. Change it in every call "
+                    "(by zero, if need be), bind a new tensor to it, or use recompute='none'"
+                )
+        self._others = []
 
     @contextmanager
     def again(self) -> Iterator[None]:

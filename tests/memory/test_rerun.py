@@ -435,3 +435,44 @@ def test_measuring_stays_within_the_block() -> None:
     assert torch.equal(block.tools["generator"].get_state(), state)
     block(torch.randn(3, 6)).sum().backward()  # through the graph that the bias has
     assert base.grad is not None
+
+
+class Gathers(nn.Module):
+    """Statistics without a counter, by a kernel that changes them unnoticed, and a large buffer."""
+
+    def __init__(self, large: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("mean_of_all", torch.zeros(6))
+        self.register_buffer("spread", torch.ones(6))
+        self.register_buffer("table", torch.zeros(1 << 15))
+        self.large, self.is_late = large, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.batch_norm(self.linear(x), self.mean_of_all, self.spread, training=self.is_late)
+        if self.is_late and self.large:
+            self.table += 1
+        return torch.sin(y)
+
+
+def test_statistics_of_one_s_own_that_are_frozen_at_first() -> None:
+    found = []
+    for choice in (None, "inputs"):
+        torch.manual_seed(0)
+        block = Gathers(large=False)
+        if choice is not None:
+            choose_for([("0", block)], choice)
+        for step in range(4):
+            block.is_late = step >= 2
+            block(torch.randn(5, 6)).square().sum().backward()
+        found.append([*block.buffers(), *(parameter.grad for parameter in block.parameters())])
+    assert same(found[0], found[1])
+
+
+def test_a_large_buffer_that_is_changed_later_is_told_of() -> None:
+    block = Gathers(large=True)
+    choose_for([("0", block)], "inputs")
+    block(torch.randn(5, 6))
+    block.is_late = True
+    with pytest.raises(RuntimeError, match="the buffer 'table' of a Gathers is changed in place by this call"):
+        block(torch.randn(5, 6))
