@@ -169,15 +169,7 @@ class RankFacts:
         choices = dict.fromkeys(costs.measures, option) if option else choices
         batches = self.microbatches * self.trainer.accumulate_grad_batches
         calls = {name: max(1, number // batches) for name, number in costs.calls.items()}
-        return prediction.activations(
-            chunks, costs.measures, choices, held, costs.outside_bytes, calls, self._actions()
-        )
-
-    def _actions(self) -> list[tuple[str, int]]:
-        if self.prepared is None or self.prepared.cut is None:
-            return []
-        rank = self.strategy.mesh.coordinate("pipeline")
-        return [(action.kind, action.chunk) for action in self.strategy.stepper.schedule_of_batch.ranks[rank]]
+        return prediction.activations(chunks, costs.measures, choices, held, costs.outside_bytes, calls)
 
     @property
     def microbatches(self) -> int:

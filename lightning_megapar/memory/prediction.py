@@ -209,9 +209,8 @@ def activations(
     held: InFlight,
     outside_bytes: int = 0,
     calls: Mapping[str, int] | None = None,
-    actions: Sequence[tuple[str, int]] = (),
 ) -> Activations:
-    """What the blocks of a rank keep under their options.
+    """What the blocks of a rank keep under their options, at the moment when they keep most together.
 
     Args:
         chunks: names of the blocks of each chunk, in the order of their calls.
@@ -220,53 +219,38 @@ def activations(
         held: by the schedule.
         outside_bytes: kept outside of blocks.
         calls: of each block in a microbatch, by default one.
-        actions: kind and chunk of what the rank does in a step, in order. With them it is the moment that counts at
-            which chunks together keep most; without, each counts with the most that it ever has.
     """
     options = {name: _option(measures[name], choices.get(name, "all")) for chunk in chunks for name in chunk}
     saved = {n: measures[n].costs.saved_bytes[option] * (calls or {}).get(n, 1) for n, option in options.items()}
-    numbers, waiting = held.microbatches, held.waiting
-    if actions:
-        per_chunk = [sum(saved[name] for name in chunk) for chunk in chunks]
-        waits = [sum(measures[name].waiting_bytes for name in chunk) for chunk in chunks]
-        numbers, waiting = _fullest(actions, per_chunk, waits)
-    layers: dict[str, int] = {}
-    for chunk, number, late, keeps in zip(chunks, numbers, waiting, held.keeps_outputs):
-        for name in chunk:
-            layers[name] = saved[name] * number + late * measures[name].waiting_bytes
+
+    def kept_at(alive: Sequence[int], late: Sequence[int]) -> dict[str, int]:
+        return {
+            name: saved[name] * number + measures[name].waiting_bytes * waiting
+            for chunk, number, waiting in zip(chunks, alive, late)
+            for name in chunk
+        }
+
+    most, _ = fullest = max(held.moments, key=lambda moment: sum(kept_at(*moment).values()))
+    layers = kept_at(*fullest)
+    for chunk, number, keeps in zip(chunks, most, held.keeps_outputs):
         if keeps and chunk:  # a boundary that was sent
             outside_bytes += measures[chunk[-1]].output_bytes * number
     lines = [[measures[name].costs for name in chunk] for chunk in chunks]
     chosen = [options[name] for chunk in chunks for name in chunk]
-    peak = chain_peak(lines, chosen, held.microbatches) if chosen else 0
-    names = iter(chosen)
-    kept = sum(n * sum(c.saved_bytes[next(names)] for c in line) for n, line in zip(held.microbatches, lines))
+    kept = sum(
+        number * measures[name].costs.saved_bytes[options[name]]
+        for chunk, number in zip(chunks, most)
+        for name in chunk
+    )
+    transient = max(0, chain_peak(lines, chosen, most) - kept) if chosen else 0
     if outside_bytes:
         layers[""] = outside_bytes
-    return Activations(layers, max(0, peak - kept), tuple(held.microbatches))
+    return Activations(layers, transient, tuple(most))
 
 
 def _option(measure: BlockMeasure, wanted: str) -> str:
     known = measure.costs.saved_bytes
     return wanted if wanted in known else next(iter(known))
-
-
-def _fullest(
-    actions: Sequence[tuple[str, int]], saved: Sequence[int], waits: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Microbatches alive, and those whose weight gradients wait, of each chunk when they take most bytes together."""
-    alive, late = [0] * len(saved), [0] * len(saved)
-    best, found = -1, (tuple(alive), tuple(late))
-    for kind, chunk in actions:
-        if kind == "backward_weight":
-            late[chunk] -= 1
-        else:
-            alive[chunk] += 1 if kind == "forward" else -1
-            late[chunk] += kind == "backward_input"
-        now = sum(n * size for n, size in zip(alive, saved)) + sum(n * size for n, size in zip(late, waits))
-        if now > best:
-            best, found = now, (tuple(alive), tuple(late))
-    return found
 
 
 def peak(found: States, kept: Activations | None, messages: int, gradients_beside: int) -> int | None:

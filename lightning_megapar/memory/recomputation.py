@@ -49,11 +49,6 @@ class InFlight:
         """For each chunk the most between forward and backward, at whatever moment."""
         return tuple(max(counts) for counts in zip(*(alive for alive, _ in self.moments), strict=True))
 
-    @property
-    def waiting(self) -> tuple[int, ...]:
-        """For each chunk the most whose weight gradients wait, at whatever moment."""
-        return tuple(max(counts) for counts in zip(*(late for _, late in self.moments), strict=True))
-
 
 @dataclass(frozen=True)
 class ChosenPlan:

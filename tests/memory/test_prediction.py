@@ -110,11 +110,9 @@ def test_boundaries_and_weight_gradients_that_wait() -> None:
 
 def test_chunks_count_at_the_moment_when_they_keep_most_together() -> None:
     measures = {"a": measure(100, 30, 10, 40), "b": measure(60, 30, 10, 40)}
-    actions = [("forward", 0), ("forward", 0), ("backward_input", 0), ("forward", 1), ("backward_weight", 0)]
-    held = InFlight((((2, 1), (1, 0)),), (False, False))
-    # 200, not 200 + 60 + 40: 100 + 60 + 40 is as much, and comes later.
-    found = activations([["a"], ["b"]], measures, {}, held, actions=actions)
-    assert found.layers == {"a": 200, "b": 0}
+    held = InFlight((((2, 0), (0, 0)), ((1, 1), (1, 0)), ((0, 1), (2, 0))), (False, False))
+    # 100 + 60 + 40 is as much, and 60 + 2 x 40 less; not 200 + 60 + 80.
+    assert activations([["a"], ["b"]], measures, {}, held).layers == {"a": 200, "b": 0}
 
 
 def test_the_peak_is_that_of_the_activations_or_of_the_sums() -> None:
