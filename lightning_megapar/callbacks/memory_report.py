@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_megapar.callbacks.file_names import checked_name
 from lightning_megapar.callbacks.memory_facts import RankFacts
 from lightning_megapar.config import ConfigError
 from lightning_megapar.memory.block_costs import BlockCostsWatch
@@ -69,8 +70,8 @@ class MemoryReport(Callback):
                 f"nearest valid: 1), or None for the first one with everything in it"
             )
         self.at_step = at_step
-        self.path = None if path is None else _checked("path", path, (".json",))
-        self.picture = None if picture is None else _checked("picture", picture, FORMATS)
+        self.path = None if path is None else checked_name("MemoryReport path", path, (".json",), "memory")
+        self.picture = None if picture is None else checked_name("MemoryReport picture", picture, FORMATS, "memory")
         if self.picture is not None and self.picture.suffix.lower() == ".png" and not _has_matplotlib():
             raise ConfigError(
                 f"MemoryReport picture={str(picture)!r}: PNG needs matplotlib (lightning_megapar[plot]); "
@@ -190,7 +191,9 @@ class MemoryReport(Callback):
                 os.replace(temporary, path)
                 rank_zero_info(f"memory of step {self.ranks[0].step}: {path}")
             if self.picture is not None:
-                draw_memory(self.ranks).save(self._folder / self.picture)
+                picture = self._folder / self.picture
+                draw_memory(self.ranks).save(picture)
+                rank_zero_info(f"memory of step {self.ranks[0].step}, as a picture: {picture}")
         except (OSError, ConfigError) as error:  # no reason to end a training run
             rank_zero_warn(f"MemoryReport: the report could not be written: {error}")
 
@@ -219,14 +222,3 @@ def _profiles_by_torch(trainer: Any) -> bool:
 
 def _has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
-
-
-def _checked(setting: str, name: Any, endings: tuple[str, ...]) -> Path:
-    path = Path(name) if isinstance(name, str | os.PathLike) else None
-    if path is None or path.suffix.lower() not in endings:
-        near = " or ".join(repr(f"memory{end}") for end in endings)
-        raise ConfigError(
-            f"MemoryReport {setting}={name!r}: expected the name of a file that ends with {' or '.join(endings)}, such "
-            f"as {near}"
-        )
-    return path

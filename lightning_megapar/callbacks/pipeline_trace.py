@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_megapar.callbacks.file_names import checked_name
 from lightning_megapar.config import ConfigError
 from lightning_megapar.pipeline.engine.clocks import SAME, ClockOffset, clock_offsets
 from lightning_megapar.pipeline.picture import beside_simulated, draw
@@ -63,8 +64,8 @@ class PipelineTrace(Callback):
         picture: str | os.PathLike[str] | None = None,
     ) -> None:
         self.steps = _checked_steps(steps)
-        self.path = _checked_name("path", path, (".json",))
-        self.picture = None if picture is None else _checked_name("picture", picture, FORMATS)
+        self.path = checked_name("PipelineTrace path", path, (".json",), "trace")
+        self.picture = None if picture is None else checked_name("PipelineTrace picture", picture, FORMATS, "trace")
         if (
             self.picture is not None
             and self.picture.suffix.lower() == ".png"
@@ -279,14 +280,3 @@ def _checked_steps(steps: Any) -> tuple[int, ...]:
         hint = f"; nearest valid: steps={sorted(set(near))}" if len(near) == len(given) else ""
         raise ConfigError(f"PipelineTrace steps={steps!r} has {wrong[0]!r}: {advice}{hint}")
     return tuple(sorted(set(given)))
-
-
-def _checked_name(setting: str, name: Any, endings: tuple[str, ...]) -> Path:
-    path = Path(name) if isinstance(name, str | os.PathLike) else None
-    if path is None or path.suffix.lower() not in endings:
-        near = " or ".join(repr(f"{Path(path.name).stem if path and path.name else 'trace'}{end}") for end in endings)
-        raise ConfigError(
-            f"PipelineTrace {setting}={name!r}: expected the name of a file that ends with {' or '.join(endings)}, "
-            f"such as {near}"
-        )
-    return path

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_megapar.config import ConfigError
 from lightning_megapar.memory.arena import ArenaStats
+from lightning_megapar.memory.room import machine, process
 from lightning_megapar.memory.timeline import (
     ACTIVATIONS,
     CATEGORIES,
@@ -120,12 +121,10 @@ def device_bytes(device: torch.device) -> DeviceBytes:
         split = torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0)
         return DeviceBytes(total, free, allocated, reserved, int(split))
     try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        total, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-        own = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-        return DeviceBytes(total, free, resident=int(own["VmRSS"].split()[0]) * 1024)
-    except (OSError, KeyError):
+        (total, free), (resident, _) = machine(), process()
+    except (ConfigError, OSError):  # a system that does not tell
         return DeviceBytes()
+    return DeviceBytes(total, free, resident=resident)
 
 
 def shown_ranks(ranks: Sequence[RankMemory]) -> list[RankMemory]:
@@ -151,6 +150,7 @@ def table(ranks: Sequence[RankMemory], title: str = "measured / predicted, each 
     shown = shown_ranks(ranks)
     title = f"memory of training step {shown[0].step}, MiB: {title}"
     found = Table("", *(_head(one) for one in shown), title=title)
+    found.columns[0].no_wrap = True  # names of blocks differ in their ends
     for column in found.columns[1:]:
         column.justify = "right"
 

@@ -38,13 +38,17 @@ def spare_bytes(device: torch.device, ranks: int, reserve: float) -> int:
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)
         return max(0, int(total * (1 - reserve)) - others - torch.cuda.max_memory_reserved(device))
-    total, available = _machine()
-    held, most = _process()
+    total, available = machine()
+    held, most = process()
     return max(0, int((available - total * reserve) / ranks) - (most - held))
 
 
-def _machine() -> tuple[int, int]:
-    """Bytes of memory that there is, and that is available."""
+def machine() -> tuple[int, int]:
+    """Bytes of memory that there is, and that is available, within the limits of the control group.
+
+    Raises:
+        ConfigError: the system does not tell.
+    """
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     except OSError:
@@ -67,7 +71,7 @@ def _number(path: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _process() -> tuple[int, int]:
+def process() -> tuple[int, int]:
     """Resident bytes of this process, now and at most."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     held, most = (int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))

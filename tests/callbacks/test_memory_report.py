@@ -62,7 +62,7 @@ def fit(
         ({"at_step": True}, "at_step=True"),
         ({"at_step": 2.5}, "at_step=2.5"),
         ({"path": "memory.txt"}, r"path='memory\.txt': expected .* ends with \.json, such as 'memory\.json'"),
-        ({"picture": "a.gif"}, r"picture='a\.gif': expected .* \.svg or \.png, such as 'memory\.svg'"),
+        ({"picture": "a.gif"}, r"picture='a\.gif': expected .* \.svg or \.png, such as 'a\.svg'"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
