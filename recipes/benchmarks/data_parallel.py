@@ -35,7 +35,7 @@ from rich.table import Table
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
-from turns import StepEnds, Turns, add_sizes, gpt_of, ratio_of, refuse_sizes
+from turns import StepEnds, Turns, add_sizes, gpt_of, ratio_of, refuse_sizes, train_by_hand
 
 from lightning_megapar.models.language_model import LanguageModel, OptimizerConfig
 from lightning_megapar.strategy import MegaParStrategy
@@ -80,18 +80,7 @@ class Contenders:
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
-        made = module.configure_optimizers()
-        optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
-        losses = []
-        for batch in self.loader():
-            optimizer.zero_grad()
-            loss = model(batch["tokens"], batch["labels"])
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.detach())
-            self.turns.step_done(FSDP)
-        return losses
+        return train_by_hand(module, self.loader(), self.turns, FSDP)
 
     def lightning(self, name: str) -> list[torch.Tensor]:
         ends = StepEnds(self.turns, name)

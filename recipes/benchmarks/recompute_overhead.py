@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from turns import StepEnds, Turns, ratio_of
+from turns import StepEnds, Turns, ratio_of, train_by_hand
 
 from lightning_megapar.models.gpt import GPTBlock, GPTConfig
 from lightning_megapar.models.language_model import LanguageModel, OptimizerConfig
@@ -66,18 +66,7 @@ class Overhead:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
             elif name == CALLS:
                 block.__class__ = CheckpointedBlock
-        made = module.configure_optimizers()
-        optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
-        losses = []
-        for batch in DataLoader(self.rows, batch_size=self.args.batch):  # type: ignore[arg-type]
-            optimizer.zero_grad()
-            loss = model(batch["tokens"], batch["labels"])
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.detach())
-            self.turns.step_done(name)
-        return losses
+        return train_by_hand(module, DataLoader(self.rows, batch_size=self.args.batch), self.turns, name)  # type: ignore[arg-type]
 
     def _by_strategy(self, name: str) -> list[torch.Tensor]:
         ends = StepEnds(self.turns, name)

@@ -27,7 +27,7 @@ from lightning.pytorch import Trainer, seed_everything
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
-from turns import StepEnds, Turns, add_sizes, gpt_of, ratio_of, refuse_sizes
+from turns import StepEnds, Turns, add_sizes, gpt_of, ratio_of, refuse_sizes, train_by_hand
 
 from lightning_megapar.models.language_model import LanguageModel, OptimizerConfig
 from lightning_megapar.strategy import MegaParStrategy
@@ -70,22 +70,9 @@ class Bench:
     def loop(self) -> list[torch.Tensor]:
         module = self.module()
         module.configure_model()
-        model = module.model.to(self.device)  # type: ignore[union-attr]
-        made = module.configure_optimizers()
-        optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
-        losses = []
-        for batch in self.loader():
-            tokens, labels = batch["tokens"].to(self.device), batch["labels"].to(self.device)
-            optimizer.zero_grad()
-            loss = model(tokens, labels)
-            loss.backward()
-            if self.args.clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), self.args.clip)
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.detach())
-            self.turns.step_done(LOOP)
-        return losses
+        module.to(self.device)
+        batches = ({key: value.to(self.device) for key, value in batch.items()} for batch in self.loader())
+        return train_by_hand(module, batches, self.turns, LOOP, self.args.clip)
 
     def lightning(self, name: str, strategy: Any) -> list[torch.Tensor]:
         ends = StepEnds(self.turns, name)

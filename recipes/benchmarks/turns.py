@@ -6,7 +6,7 @@ import argparse
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,36 @@ class StepEnds(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(outputs["loss"])
         self.turns.step_done(self.name)
+
+
+def train_by_hand(
+    module: Any, batches: Iterable[Any], turns: Turns, name: str, clip: float = 0.0
+) -> list[torch.Tensor]:
+    """The loop that anybody would write for a language model.
+
+    Args:
+        module: a :class:`~lightning_megapar.models.language_model.LanguageModel` whose model exists.
+        batches: one for each step.
+        turns, name: who is told of each step's end, and by whom.
+        clip: gradient norm to clip at; 0 does not clip.
+
+    Returns:
+        the losses.
+    """
+    model, made = module.model, module.configure_optimizers()
+    optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(batch["tokens"], batch["labels"])
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.detach())
+        turns.step_done(name)
+    return losses
 
 
 def ratio_of(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from decoders import Decoder
 from hydra.utils import instantiate
 from lightning.pytorch import LightningModule
 from omegaconf import OmegaConf
@@ -21,31 +22,13 @@ from lightning_megapar.callbacks.memory_report import read_report
 from lightning_megapar.config import ConfigError
 from lightning_megapar.memory.blocks import forward_of
 from lightning_megapar.memory.timeline import ACTIVATIONS, GRADIENTS, MESSAGES, OPTIMIZER, PARAMETERS
-from lightning_megapar.models.gpt import GPT, GPTConfig
 from lightning_megapar.strategy import MegaParStrategy
 
 STEPS = 5
 
 
-class Model(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        config = GPTConfig.gpt2(
-            vocab_size=64, num_layers=3, num_heads=2, hidden_size=64, max_sequence_length=64, dropout=0.1
-        )
-        self.model = GPT(config)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(batch[:, :-1], batch[:, 1:])
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
 def fit(
-    root: Path, callbacks: list[Any], strategy: Any = None, make: type[LightningModule] = Model, **options: Any
+    root: Path, callbacks: list[Any], strategy: Any = None, make: type[LightningModule] = Decoder, **options: Any
 ) -> dict[str, Tensor]:
     rows = torch.randint(0, 64, (4 * STEPS * options.get("accumulate_grad_batches", 1), 33))
     torch.manual_seed(5)
@@ -120,7 +103,7 @@ def test_what_is_recomputed_is_predicted_by_its_plan(tmp_path: Path) -> None:
 def test_blocks_and_hooks_are_as_before(tmp_path: Path) -> None:
     seen: list[Any] = []
 
-    class Watched(Model):
+    class Watched(Decoder):
         def on_train_end(self) -> None:
             for block in self.model.blocks:
                 seen.append((forward_of(block), len(block._forward_hooks), len(block._forward_pre_hooks)))
@@ -153,7 +136,7 @@ def test_it_says_why_there_is_no_report(tmp_path: Path) -> None:
 
 
 def test_a_failing_step_ends_the_measurement(tmp_path: Path) -> None:
-    class Failing(Model):
+    class Failing(Decoder):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
             if batch_idx == 2:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from decoders import Decoder
 from lightning.pytorch import LightningModule, Trainer
 from pool import RankPool
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megapar import MegaParStrategy
@@ -20,27 +20,13 @@ from lightning_megapar.callbacks import MemoryReport
 from lightning_megapar.data_parallel.parameters import local_tensor
 from lightning_megapar.memory.report import RankMemory
 from lightning_megapar.memory.timeline import ACTIVATIONS, GRADIENTS, MESSAGES, OPTIMIZER, PARAMETERS
-from lightning_megapar.models.gpt import GPT, GPTConfig
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 STEPS = 4
 
 
-class Model(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        config = GPTConfig.gpt2(
-            vocab_size=64, num_layers=4, num_heads=2, hidden_size=64, max_sequence_length=64, dropout=0.1
-        )
-        self.model = GPT(config)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(batch[:, :-1], batch[:, 1:])
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+class Model(Decoder):
+    num_layers = 4
 
 
 class Weights(MemoryReport):
