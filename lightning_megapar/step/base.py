@@ -388,26 +388,7 @@ class StepperBase:
                 f"predict_step returned other values on each of the tensor ranks, which share their samples: {REMEDY}"
             )
         if self.mesh.rank == 0:
-            tell_unlike(report.unlike, self._told)
-            if report.outputs_unlike and step not in self._told:
-                self._told.add(step)
-                warnings.warn(
-                    f"{step} returned different values on tensor ranks that share their samples. Unless it is a figure "
-                    f"of each rank, such as a time, {REMEDY}. What the first of them has is not the whole",
-                    stacklevel=2,
-                )
-
-    def _tell_news(self, news: Mapping[str, str]) -> None:
-        """Warn of what the training step has begun to do inside sharded regions; see :meth:`Watch.news`."""
-        if news and self.mesh.coordinate("data") == self.mesh.coordinate("tensor") == 0:
-            shown = ", ".join(f"{name} (a piece of {path!r})" for name, path in sorted(news.items()))
-            warnings.warn(
-                f"training_step calls functions on pieces of sharded layers that it did not call before step "
-                f"{self.steps}: {shown}. The sharding plan is proven for the first step only; such functions see this "
-                "rank's features and not all. Prove the later step with recipes/verify.py, or keep these layers whole: "
-                "sharding_plan={'their.name': 'replicate', ...}, or 'off'",
-                stacklevel=2,
-            )
+            tell_unlike(report.unlike, self._told, step if report.outputs_unlike else None)
 
     def _fill_absent_logs(self, recorder: LogRecorder) -> None:
         if self.cut is None or not self.cut.is_last:

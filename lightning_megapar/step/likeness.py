@@ -8,7 +8,7 @@ the gradients may be exact all the same.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -65,12 +65,13 @@ def state_of(metric: Metric, device: torch.device) -> Tensor:
     return total
 
 
-def tell_unlike(found: Iterable[Unlike], told: set[str]) -> None:
+def tell_unlike(found: Iterable[Unlike], told: set[str], step: str | None = None) -> None:
     """Warn once of each name.
 
     Args:
         found: of one step.
         told: names that have been told of; changed.
+        step: the step's name, if what it returned differs as well.
     """
     for one in found:
         if one.name in told:
@@ -82,3 +83,27 @@ def tell_unlike(found: Iterable[Unlike], told: set[str]) -> None:
             f"Or {REMEDY}. What the first of them has is logged.",
             stacklevel=2,
         )
+    if step is not None and step not in told:
+        told.add(step)
+        warnings.warn(
+            f"{step} returned different values on tensor ranks that share their samples. Unless it is a figure of each "
+            f"rank, such as a time, {REMEDY}. What the first of them has is not the whole",
+            stacklevel=2,
+        )
+
+
+def tell_news(news: Mapping[str, str], step: int) -> None:
+    """Warn of what the training step has begun to do inside sharded regions.
+
+    Args:
+        news: see :meth:`~lightning_megapar.step.watching.Watch.news`.
+        step: number of the step.
+    """
+    shown = ", ".join(f"{name} (a piece of {path!r})" for name, path in sorted(news.items()))
+    warnings.warn(
+        f"training_step calls functions on pieces of sharded layers that it did not call before step {step}: {shown}. "
+        "The sharding plan is proven for the first step only; such functions see this rank's features and not all. "
+        "Prove the later step with recipes/verify.py, or keep these layers whole: sharding_plan={'their.name': "
+        "'replicate', ...}, or 'off'",
+        stacklevel=2,
+    )

@@ -37,6 +37,7 @@ from lightning_megapar.data_parallel.gradients import GradientReducer
 from lightning_megapar.data_parallel.parameters import LogicalParameter, local_tensor
 from lightning_megapar.step.base import StepContractError, StepResult, Window
 from lightning_megapar.step.evaluation import Evaluation
+from lightning_megapar.step.likeness import tell_news
 from lightning_megapar.step.log import LogRecorder
 from lightning_megapar.step.outcome import joined, loss_of, weigh_by_tokens
 from lightning_megapar.step.stage_metrics import from_last_stage
@@ -193,7 +194,9 @@ class Stepper(Evaluation):
                 self.zero.finish_forward()  # before the others are told of the step: some may have called more
             self._refuse_unlike_calls("train")
         if parts is not None:
-            self._tell_news(parts.news())
+            news = parts.news()
+            if news and self.mesh.coordinate("data") == self.mesh.coordinate("tensor") == 0:
+                tell_news(news, self.steps)
         outputs = [by_microbatch[index] for index in sorted(by_microbatch)]  # a schedule may have another order
         if len(set(by_tokens)) > 1:
             raise StepContractError("training_step returned num_valid_tokens for some microbatches only")

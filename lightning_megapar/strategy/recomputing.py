@@ -225,7 +225,7 @@ class RecomputePlanner:
         mesh: the ranks.
         device: of this rank.
         ranks_on_host: processes that share the memory of a machine without a device of their own.
-        schedule: gives the schedule of a whole batch, ``None`` without a pipeline.
+        in_flight: gives what the schedule of a whole batch keeps alive on the rank.
         num_microbatches: that a batch is cut into.
     """
 
@@ -235,12 +235,12 @@ class RecomputePlanner:
         mesh: ParallelMesh,
         device: torch.device,
         ranks_on_host: int,
-        schedule: Callable[[], Schedule | None],
+        in_flight: Callable[[], InFlight],
         num_microbatches: int,
     ) -> None:
         self.recomputation = recomputation
         self._mesh, self._device, self._ranks = mesh, device, ranks_on_host
-        self._schedule, self._num_microbatches = schedule, num_microbatches
+        self._in_flight, self._num_microbatches = in_flight, num_microbatches
         self._is_open = False
         self._watched_at: int | None = None
 
@@ -262,7 +262,7 @@ class RecomputePlanner:
         self._is_open = True
 
     def _try(self, updates: int) -> None:
-        held = held_by(self._schedule(), self._mesh.coordinate("pipeline"))
+        held = self._in_flight()
         given = self.recomputation.config.budget_bytes
         budget = None if given is None else int(given)
         if budget is None:

@@ -295,13 +295,17 @@ class StepStrategy(PrecisionStrategy):
     def _plan_recomputation(self) -> None:
         """Plan for the run that begins, if anything is to be planned."""
         found = self.prepared.recomputation
-        if found is None or not found.config.is_planned:
+        if self._recomputing is None or self._recomputing.recomputation is not found:
             self._recomputing = None
-        elif self._recomputing is None or self._recomputing.recomputation is not found:
-            schedule: Any = (lambda: self.stepper.schedule_of_batch) if self.layout.pipeline > 1 else lambda: None
-            self._recomputing = RecomputePlanner(
-                found, self.mesh, self.root_device, self.num_processes, schedule, self.num_microbatches
-            )
+            if found is not None and found.config.is_planned:
+                self._recomputing = RecomputePlanner(
+                    found,
+                    self.mesh,
+                    self.root_device,
+                    self.num_processes,
+                    lambda: self.in_flight,
+                    self.num_microbatches,
+                )
 
     def _take_over(self, prepared: PreparedModule) -> None:
         """Blocks were moved: this is what the rank holds now."""
